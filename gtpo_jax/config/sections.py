@@ -53,7 +53,9 @@ class ModelSection:
       whatever param_dtype is); 0 trains all weights.
     lora_alpha: the adapters are scaled by lora_alpha / lora_rank.
     lora_targets: the matrices that get adapters, separated by commas. In a mixture of experts,
-      gate, up and down are those of dense MLPs and shared experts; add experts for the others.
+      gate, up and down are those of dense MLPs and shared experts; add experts for the others. In
+      gated delta nets, each of q, k and v stands for all matrices that read the residual stream,
+      and o for the one that adds to it.
     quantize: format of the base matrices under adapters: "int8", "int4", or "" for param_dtype.
   """
 

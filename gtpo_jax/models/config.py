@@ -10,7 +10,10 @@ import jax.numpy as jnp
 from gtpo_jax.models.attention.rope_scaling import RopeScaling
 from gtpo_jax.models.families import FAMILIES, MATRICES, MLP, Family
 from gtpo_jax.models.formats.quantize import FORMATS
+from gtpo_jax.models.kinds import ATTENTION as ATTENTION_MIXER
 from gtpo_jax.models.kinds import (
+  DELTA,
+  DeltaSizes,
   LayerKind,
   LayerPlace,
   Mixture,
@@ -40,7 +43,8 @@ class Lora(Checked):
     alpha: the adapters are scaled by alpha / rank.
     targets: the matrices that have an adapter, a subset of q, k, v, o, gate, up, down, experts.
       gate, up and down are those of dense MLPs and of shared experts; experts are all matrices of
-      all other experts.
+      all other experts. In gated delta nets, each of q, k and v stands for all matrices that read
+      the residual stream, and o for the one that adds to it.
   """
 
   prefix: ClassVar[str] = "model.lora_"
@@ -82,7 +86,9 @@ class ModelConfig:
     norm_eps: constant added to the mean square in RMSNorm.
     context: positions that the model was trained for (`max_position_embeddings`).
     rope_scaling: changes the rotary angles for longer contexts; None for plain angles.
+    rope_share: the share of the features of a head that are rotated, the first ones.
     kinds: the pattern of layers, which repeats; it is stored in its shortest form.
+    delta: the sizes of gated delta nets; None if no layer is one.
     mixture: the experts of layers that have them; None if all MLPs are dense.
     clip_qkv: the largest magnitude of queries, keys and values; None for any.
     query_scalar: attention scores are divided by its square root; None for `head_dim`.
@@ -115,7 +121,9 @@ class ModelConfig:
   norm_eps: float = 1e-6
   context: int = 32768
   rope_scaling: RopeScaling | None = None
+  rope_share: float = 1.0
   kinds: tuple[LayerKind, ...] = (LayerKind(),)
+  delta: DeltaSizes | None = None
   query_scalar: float | None = None
   mixture: Mixture | None = None
   clip_qkv: float | None = None
@@ -148,8 +156,11 @@ class ModelConfig:
       raise UserError(
         f"model.heads must be a multiple of model.kv_heads, got {self.heads} and {self.kv_heads}"
       )
-    if self.head_dim % 2:
-      raise UserError(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
+    if self.rotated % 2 or self.head_dim % 2 or not 0 < self.rotated <= self.head_dim:
+      share = "" if self.rope_share == 1 else f", of which {self.rope_share} are rotated"
+      raise UserError(
+        f"model.head_dim must be even for rotary positions, got {self.head_dim}{share}"
+      )
     for name, valid in (
       ("param_dtype", DTYPES),
       ("compute_dtype", DTYPES),
@@ -204,6 +215,7 @@ class ModelConfig:
     attention = {(kind.window, kind.rope_theta) for kind in self.kinds}
     own = attention - {(None, None)}
     mlps = {kind.mlp for kind in self.kinds}
+    has_delta = any(kind.mixer == DELTA for kind in self.kinds)
     if (EXPERTS in mlps) != (self.mixture is not None):
       raise UserError(
         f"layers with experts need a mixture, and only they: got {self.kinds} and {self.mixture}"
@@ -217,8 +229,17 @@ class ModelConfig:
       or (self.mixture and self.mixture.shared and not family.shared_mlp)
       or (any(theta for _, theta in own) and not family.local_theta)
       or (not all(kind.rotates for kind in self.kinds) and not family.no_rope_interval)
+      or (has_delta and not family.has_delta)
     ):
       raise UserError(f"{self.model_type} models have no layers of such kinds: {self.kinds}")
+    if self.rope_share != 1 and not family.rope_share:
+      raise UserError(f"{self.model_type} models rotate whole heads, got {self.rope_share}")
+    if has_delta != (self.delta is not None):
+      raise UserError(f"the sizes of gated delta nets do not fit the layers {self.kinds}")
+    if self.delta and (min(self.delta) < 1 or self.delta.value_heads % self.delta.key_heads):
+      raise UserError(f"gated delta nets cannot have these sizes: {self.delta}")
+    if not self.attention_kinds:
+      raise UserError("a model needs a layer with attention; all are gated delta nets")
 
   @property
   def family(self) -> Family:
@@ -229,6 +250,21 @@ class ModelConfig:
   def layer_kinds(self) -> list[LayerKind]:
     """The kind of each layer."""
     return [self.kinds[i % len(self.kinds)] for i in range(self.layers)]
+
+  @property
+  def attention_kinds(self) -> list[LayerKind]:
+    """The kinds of the layers with attention, which are those that keep keys and values."""
+    return [kind for kind in self.layer_kinds if kind.mixer == ATTENTION_MIXER]
+
+  @property
+  def delta_layers(self) -> int:
+    """The number of layers that are gated delta nets."""
+    return self.layers - len(self.attention_kinds)
+
+  @property
+  def rotated(self) -> int:
+    """The features of a head that are rotated."""
+    return int(self.head_dim * self.rope_share)
 
   @property
   def stacks(self) -> tuple[Stack, ...]:

@@ -14,11 +14,12 @@ import jax
 
 
 class Kind(enum.Enum):
-  """The role of a parameter. Weight decay applies to matrices and tables, not to vectors."""
+  """The role of a parameter. Weight decay applies to all but vectors."""
 
   MATRIX = "matrix"  # a linear map: input axes, then output axes
   TABLE = "table"  # one row per token
   VECTOR = "vector"  # a bias or a scale, with any number of axes
+  FILTER = "filter"  # of a convolution: the taps of each feature, on the last axis
 
 
 # The name of a parameter within its module determines its kind.
@@ -31,6 +32,9 @@ KINDS = {
   "head": Kind.TABLE,
   "bias": Kind.VECTOR,
   "scale": Kind.VECTOR,
+  "filter": Kind.FILTER,
+  "a_log": Kind.VECTOR,
+  "dt_bias": Kind.VECTOR,
 }
 
 
@@ -42,10 +46,13 @@ class Declaration(nn.LogicallyPartitioned):
     inputs: number of axes that a matrix contracts; 0 for other kinds.
     numbered: number of leading axes, without the layer axis, that number matrices of one shape,
       such as those of experts.
+    parts: the sizes of what the features of a head consist of, for example query, key and value.
+      Hugging Face's tensors have each part of all heads together. () if there is one.
   """
 
   inputs: int = flax.struct.field(default=0, pytree_node=False)
   numbered: int = flax.struct.field(default=0, pytree_node=False)
+  parts: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
 
   @property
   def last_input(self) -> int:
@@ -62,6 +69,7 @@ def declare(
   dtype: jax.typing.DTypeLike,
   inputs: int = 0,
   numbered: int = 0,
+  parts: tuple[int, ...] = (),
 ) -> jax.Array:
   """Declares the parameter `name` of `module` and returns its value.
 
@@ -74,6 +82,7 @@ def declare(
     dtype: the stored dtype.
     inputs: number of axes that a matrix contracts; 0 for other kinds.
     numbered: number of axes before those that number matrices.
+    parts: as in `Declaration`.
 
   Raises:
     ValueError: the name has no kind, or `inputs` does not fit its kind.
@@ -87,7 +96,7 @@ def declare(
       f"parameter {name!r} of shape {tuple(shape)} is a {KINDS[name].value}; got inputs = {inputs}"
     )
   boxed = lambda key, shape, dtype: Declaration(
-    init(key, shape, dtype), tuple(axes), inputs=inputs, numbered=numbered
+    init(key, shape, dtype), tuple(axes), inputs=inputs, numbered=numbered, parts=parts
   )
   return module.param(name, boxed, tuple(shape), dtype)
 

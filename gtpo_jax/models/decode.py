@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +15,22 @@ from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.attention.streams import stream_masks
 from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.delta.layer import DeltaState
 from gtpo_jax.models.experts.routing import route_dtype
 from gtpo_jax.models.formats.products import einsum
+from gtpo_jax.models.kinds import ATTENTION, DELTA
 from gtpo_jax.models.params import Params, abstract_params, at_path
-from gtpo_jax.models.transformer import Layer, Transformer
+from gtpo_jax.models.transformer import MIXERS, Layer, Transformer
 from gtpo_jax.runtime.mesh import bytes_per_device, partition_spec
+
+# Vectors that are not cast to the compute dtype: the scales of norms, and what decays depend on.
+STORED = ("scale", "a_log", "dt_bias")
 
 
 class DecodeParams(NamedTuple):
   """Parameters for sampling: one tree per layer, gathered over fsdp, in the compute dtype.
 
-  Norm scales keep the parameters' dtype, and quantised matrices theirs.
+  What is in `STORED` keeps the parameters' dtype, and quantised matrices theirs.
   """
 
   outer: Params  # embedding, head, final norm
@@ -64,7 +69,7 @@ def _gathered_params(model: Transformer) -> Params:
 
   def gathered(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     integer = jnp.issubdtype(x.dtype, jnp.integer)  # quantised matrices stay as they are
-    stays = path[-1].key == "scale" or integer  # norms use the stored scales, as in training
+    stays = path[-1].key in STORED or integer  # used in float32, as in training
     dtype = x.dtype if stays else DTYPES[model.config.compute_dtype]
     # Matrices outside of experts are sharded over expert and fsdp together.
     axes = (None if axes and "fsdp" in axes else axes for axes in x.sharding.spec)
@@ -79,20 +84,23 @@ class Prefilled(NamedTuple):
 
   Attributes:
     hidden: [n, 1, 1, d], the last position's state after the final norm.
-    layers: the keys and values of every layer.
+    layers: the keys and values of every layer with attention.
+    delta: [n, 1, ...], the state of every gated delta net after the last position.
     routes: [n, p, layers with experts, k], as in `Rollouts`; None without experts.
   """
 
   hidden: jax.Array
   layers: list[KV]
+  delta: list[DeltaState]
   routes: jax.Array | None
 
 
 def prefill(model: Transformer, params: DecodeParams, prompts: Prompts) -> Prefilled:
   """Runs the prompts through the model, each once."""
-  x, kvs, routes = _run_layers(model, params, prompts)
+  x, kept, routes = _run_layers(model, params, prompts)
   hidden = model.apply({"params": params.outer}, x[:, :, -1:], method="final_norm")
-  return Prefilled(hidden, kvs, None if routes is None else routes[:, 0])
+  routes = None if routes is None else routes[:, 0]
+  return Prefilled(hidden, kept[ATTENTION], kept[DELTA], routes)
 
 
 def sequence_states(model: Transformer, params: DecodeParams, sequences: Prompts) -> jax.Array:
@@ -103,21 +111,22 @@ def sequence_states(model: Transformer, params: DecodeParams, sequences: Prompts
 
 def _run_layers(
   model: Transformer, params: DecodeParams, prompts: Prompts
-) -> tuple[jax.Array, list[KV], jax.Array | None]:
-  """Returns the states [n, 1, p, d] after the last layer, each layer's keys and values, and routes.
+) -> tuple[jax.Array, dict[str, list[Any]], jax.Array | None]:
+  """Returns the states [n, 1, p, d] after the last layer, what is kept of layers, and routes.
 
-  The routes are [n, 1, p, layers with experts, k]; None without experts.
+  What is kept is by the mixer of the layers: their keys and values, or their states. The routes are
+  [n, 1, p, layers with experts, k]; None without experts.
   """
   x = model.apply({"params": params.outer}, prompts.tokens, method="embed")[:, None]
   masks = stream_masks(prompts.mask, model.config)
-  kvs = []
+  kept = {mixer: [] for mixer in MIXERS}
   ids = []
   for kind, weights in zip(model.config.layer_kinds, params.layers, strict=True):
     layer = Layer(model.config, model.mesh, kind)
-    x, kv, chosen = layer.apply({"params": weights}, x, masks, method="prefill")
-    kvs.append(kv)
+    x, of_layer, chosen = layer.apply({"params": weights}, x, masks, method="prefill")
+    kept[kind.mixer].append(of_layer)
     ids.append(chosen)
-  return x, kvs, _routes(model, ids)
+  return x, kept, _routes(model, ids)
 
 
 def _routes(model: Transformer, ids: list[jax.Array | None]) -> jax.Array | None:
@@ -128,40 +137,55 @@ def _routes(model: Transformer, ids: list[jax.Array | None]) -> jax.Array | None
   return jnp.stack(chosen, axis=-2).astype(route_dtype(model.config.mixture.experts))
 
 
+class Decoded(NamedTuple):
+  """What a step of one token [n, g] returns.
+
+  Attributes:
+    hidden: [n, g, 1, d], the state that predicts the next token, after the final norm.
+    extras: the second result of `attend` for each layer with attention.
+    delta: [n, g, ...], the new states of the gated delta nets.
+    routes: [n, g, 1, layers with experts, k], the experts that computed the token; None without
+      experts.
+  """
+
+  hidden: jax.Array
+  extras: list[Any]
+  delta: list[DeltaState]
+  routes: jax.Array | None
+
+
 def decode_step(
   model: Transformer,
   params: DecodeParams,
   tokens: jax.Array,
   attend: Callable[[int, jax.Array, KV], tuple[jax.Array, Any]],
-) -> tuple[jax.Array, list[Any], jax.Array | None]:
+  delta: Sequence[DeltaState] = (),
+) -> Decoded:
   """Runs one token of each sequence through the model.
 
   Args:
     model, params: the policy.
     tokens: i32[n, g].
-    attend: (layer, queries [n, g, h, 1, e], the new position's keys and values) -> (the attention
-      output [n, g, h, 1, e], a result of any type). It rotates queries and keys, reads the cache
-      and keeps the new position.
-
-  Returns:
-    The hidden state that predicts the next token, after the final norm [n, g, 1, d]; the second
-    result of `attend` for each layer; and [n, g, 1, layers with experts, k], the experts that
-    computed the token, None without experts.
+    attend: (number among the layers with attention, queries [n, g, h, 1, e], the new position's
+      keys and values) -> (the attention output [n, g, h, 1, e], a result of any type). It rotates
+      queries and keys, reads the cache and keeps the new position.
+    delta: the states of the gated delta nets.
   """
   c = model.config
   x = model.apply({"params": params.outer}, tokens[:, :, None], method="embed")
-  extras = []
+  kept = {mixer: [] for mixer in MIXERS}
   ids = []
-  for i, (kind, weights) in enumerate(zip(c.layer_kinds, params.layers, strict=True)):
+  for kind, weights in zip(c.layer_kinds, params.layers, strict=True):
     layer = Layer(c, model.mesh, kind)
     if c.quantize:  # otherwise the compiler converts all weights once, before the loop over tokens
       weights, x = jax.lax.optimization_barrier((weights, x))
-    attend_in_layer = functools.partial(attend, i)
-    x, extra, chosen = layer.apply({"params": weights}, x, attend_in_layer, method="decode")
-    extras.append(extra)
+    i = len(kept[kind.mixer])
+    past = functools.partial(attend, i) if kind.mixer == ATTENTION else delta[i]
+    x, of_layer, chosen = layer.apply({"params": weights}, x, past, method="decode")
+    kept[kind.mixer].append(of_layer)
     ids.append(chosen)
   hidden = model.apply({"params": params.outer}, x, method="final_norm")
-  return hidden, extras, _routes(model, ids)
+  return Decoded(hidden, kept[ATTENTION], kept[DELTA], _routes(model, ids))
 
 
 def next_logits(model: Transformer, params: DecodeParams, hidden: jax.Array) -> jax.Array:

@@ -30,10 +30,19 @@ class Family(NamedTuple):
     biases: the matrices that always have a bias.
     optional_biases: by setting of config.json, the matrices that have a bias if it is true.
     full_interval: if config.json has no `layer_types`, each layer whose number is a multiple of
-      this attends to all positions, and the others to a window; 0 if no layer does.
+      this attends to all positions, and the others are `others`; 0 if no layer does.
+    others: what layers are that do not attend to all positions: attention to a "window", or "delta"
+      for gated delta nets.
+    interval_key: the key of config.json for another `full_interval`; "" if there is none.
+    output_gate: whether what attention returns is multiplied by a gate, which `q` computes too.
+    rope_share: the share of the features of a head that are rotated, if config.json has none; None
+      if all are.
     local_theta: the key of the base of the rotary angles within windows, which are not scaled; ""
       if all layers have the same angles.
     keys: keys of config.json that only this family has.
+    required: the settings of config.json that must have one value, if they are there.
+    carried: keys of config.json that change nothing here, and that exports keep from their source.
+    untrained: what the names of tensors begin with that are not loaded, and that exports keep.
     rope_theta: the base of the rotary angles if config.json has none.
     expert_mlp: the key of the features of an expert; "" if all MLPs are dense.
     shared_mlp: the key of the features of a shared expert; "" if there is none.
@@ -55,23 +64,35 @@ class Family(NamedTuple):
   biases: tuple[str, ...] = ()
   optional_biases: Mapping[str, tuple[str, ...]] = {}
   full_interval: int = 1
+  others: str = "window"
+  interval_key: str = ""
+  output_gate: bool = False
+  rope_share: float | None = None
   local_theta: str = ""
   no_rope_interval: int = 0
   expert_mlp: str = ""
   shared_mlp: str = ""
   keys: tuple[str, ...] = ()
+  required: Mapping[str, Any] = {}
+  carried: tuple[str, ...] = ()
+  untrained: tuple[str, ...] = ()
   rope_theta: float = 1e4
 
   @property
   def has_windows(self) -> bool:
     """Whether layers of this family may attend to a window only."""
-    return self.full_interval != 1
+    return self.full_interval != 1 and self.others == "window"
+
+  @property
+  def has_delta(self) -> bool:
+    """Whether layers of this family may be gated delta nets."""
+    return self.others == "delta"
 
   @property
   def known_keys(self) -> set[str]:
     """The keys of config.json that are read for models of this family only."""
-    names = {*self.defaults, *self.optional_biases, *self.keys, self.activation_key}
-    return names | ({self.local_theta} if self.local_theta else set())
+    names = {*self.defaults, *self.optional_biases, *self.keys, *self.required, *self.carried}
+    return names | set(filter(None, (self.activation_key, self.local_theta, self.interval_key)))
 
 
 # Transformers has ids of the published tokenizers as defaults of these families.
@@ -154,7 +175,40 @@ FAMILIES = {
     full_interval=6,
     local_theta="rope_local_base_freq",
     rope_theta=1e6,
-    keys=("sliding_window_pattern", "_sliding_window_pattern"),
+    interval_key="sliding_window_pattern",
+    keys=("_sliding_window_pattern",),
+  ),
+  "qwen3_5_text": Family(
+    "Qwen3_5ForCausalLM",
+    {
+      "vocab_size": 248320,
+      "hidden_size": 4096,
+      "intermediate_size": 12288,
+      "num_hidden_layers": 32,
+      "num_attention_heads": 16,
+      "num_key_value_heads": 4,
+      "head_dim": 256,
+      "max_position_embeddings": 32768,
+      "rms_norm_eps": 1e-6,
+      "linear_conv_kernel_dim": 4,
+      "linear_key_head_dim": 128,
+      "linear_value_head_dim": 128,
+      "linear_num_key_heads": 16,
+      "linear_num_value_heads": 32,
+    },
+    _NO_TOKENS,
+    qk_norm="head",
+    centred_norms=True,
+    optional_biases={"attention_bias": ATTENTION},
+    full_interval=4,
+    others="delta",
+    interval_key="full_attention_interval",
+    output_gate=True,
+    rope_share=0.25,
+    required={"attn_output_gate": True, "mlp_only_layers": []},
+    # Of the head that predicts several tokens, and of programs that run the model.
+    carried=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
+    untrained=("mtp.", "model.visual."),
   ),
   "qwen3_moe": Family(
     "Qwen3MoeForCausalLM",
@@ -203,7 +257,7 @@ FAMILIES = {
 }
 
 # Models with other parts than text, and the family of their text model, in `text_config`.
-MULTIMODAL = {"gemma3": "gemma3_text"}
+MULTIMODAL = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 
 # Architectures that people ask for, and what they need that is missing.
 NOT_COVERED = {

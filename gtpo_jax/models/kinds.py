@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gtpo_jax.runtime.errors import UserError
 
-ATTENTION = "attention"  # a kind of mixer
+ATTENTION, DELTA = "attention", "delta"  # kinds of mixers
 MLPS = ("dense", "experts")
 MAX_EXPERTS = 2**16 - 1  # their numbers, and one that stands for none, are stored in 16 bits
 
@@ -78,6 +78,39 @@ class LayerKind:
       raise UserError(f"the mlp of a layer must be {' or '.join(MLPS)}, got {self.mlp!r}")
     if self.window is not None and self.window < 1:
       raise UserError(f"the window of a layer must be at least 1 position, got {self.window}")
+
+
+class DeltaSizes(NamedTuple):
+  """The sizes of gated delta nets.
+
+  Attributes:
+    key_heads: number of heads of queries and keys.
+    value_heads: number of heads of values, a multiple of `key_heads`; each has a memory.
+    key_dim: features of a query or key.
+    value_dim: features of a value.
+    taps: positions that the convolution reads, its own included.
+  """
+
+  key_heads: int
+  value_heads: int
+  key_dim: int
+  value_dim: int
+  taps: int
+
+  @property
+  def values_per_key(self) -> int:
+    """Heads of values that share a head of keys."""
+    return self.value_heads // self.key_heads
+
+  @property
+  def parts(self) -> tuple[int, int, int]:
+    """The features of the query, the key and the values of a head of keys."""
+    return self.key_dim, self.key_dim, self.values_per_key * self.value_dim
+
+  @property
+  def features(self) -> int:
+    """The features of all three."""
+    return sum(self.parts)
 
 
 class Stack(NamedTuple):

@@ -33,18 +33,23 @@ class RMSNorm(nn.Module):
     features: the sizes of these axes.
     axes: their logical names.
     factor: the result is multiplied by it.
+    is_centred: whether the scale is stored without the 1 that it is added to; None if the family
+      says it.
   """
 
   config: ModelConfig
   features: tuple[int, ...]
   axes: tuple[str, ...] = ("norm",)
   factor: float = 1.0
+  is_centred: bool | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalises and scales `x` [..., *features]; the result has x's dtype."""
     dtype = DTYPES[self.config.param_dtype]
-    is_centred = self.config.family.centred_norms
+    is_centred = self.is_centred
+    if is_centred is None:
+      is_centred = self.config.family.centred_norms
     init = nn.initializers.zeros if is_centred else nn.initializers.ones
     scale = declare(self, "scale", init, self.features, self.axes, dtype)
     if is_centred:
@@ -92,6 +97,7 @@ def declare_matrix(
   inputs: int,
   numbered: int = 0,
   adapted: bool = False,
+  parts: tuple[int, ...] = (),
 ) -> tuple[Matrix, Matrix]:
   """Declares the parameters of a linear map; returns them, and their logical axes.
 
@@ -101,6 +107,7 @@ def declare_matrix(
     shape, axes: of the kernel.
     inputs, numbered: as in `declare`.
     adapted: whether the map has an adapter, if the model has any.
+    parts: of the last axis, as in `Declaration`.
   """
   stored = DTYPES[config.param_dtype]
   first, split = numbered, numbered + inputs
@@ -109,14 +116,16 @@ def declare_matrix(
   if config.quantize:
     integers = init_integers(config.quantize)
     values["kernel"] = declare(
-      module, "kernel", integers, shape, axes, FORMATS[config.quantize], inputs, numbered
+      module, "kernel", integers, shape, axes, FORMATS[config.quantize], inputs, numbered, parts
     )
     init = init_scale(config.quantize, MATRIX_DEVIATION)
     names["scale"] = (*axes[: split - 1], "group", *axes[split:])
     scales = scale_shape(shape, split - 1)
     values["scale"] = declare(module, "kernel_scale", init, scales, names["scale"], stored)
   else:
-    values["kernel"] = declare(module, "kernel", MATRIX_INIT, shape, axes, stored, inputs, numbered)
+    values["kernel"] = declare(
+      module, "kernel", MATRIX_INIT, shape, axes, stored, inputs, numbered, parts
+    )
   if adapted and (rank := config.lora.rank):
     names["lora_a"] = (*axes[:split], "rank")
     a = (*shape[:split], rank)
@@ -128,7 +137,7 @@ def declare_matrix(
     b = (*shape[:first], rank, *shape[split:])
     zeros = nn.initializers.zeros
     values["lora_b"] = declare(
-      module, "lora_b", zeros, b, names["lora_b"], jnp.float32, 1, numbered
+      module, "lora_b", zeros, b, names["lora_b"], jnp.float32, 1, numbered, parts
     )
   return Matrix(**values), Matrix(**names)
 
@@ -142,6 +151,7 @@ class Dense(nn.Module):
     axes: logical names of the inputs and outputs.
     bias: whether to add a bias of shape `outputs`.
     target: what `Lora.targets` calls it; "" for its name.
+    parts: of the last output axis, as in `Declaration`.
   """
 
   config: ModelConfig
@@ -151,6 +161,7 @@ class Dense(nn.Module):
   axes: tuple[str, ...]
   bias: bool = False
   target: str = ""
+  parts: tuple[int, ...] = ()
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -159,7 +170,9 @@ class Dense(nn.Module):
     split = len(self.inputs)
     adapted = (self.target or self.name) in lora.targets
     shape = self.inputs + self.outputs
-    matrix, _ = declare_matrix(self, self.config, shape, self.axes, split, adapted=adapted)
+    matrix, _ = declare_matrix(
+      self, self.config, shape, self.axes, split, adapted=adapted, parts=self.parts
+    )
     y = self._product(x, matrix.dense(x.dtype), split)
     if matrix.lora_a is not None:  # the low-rank product x A B (alpha / rank)
       low_rank = self._product(x, matrix.lora_a.astype(x.dtype), split)

@@ -17,6 +17,7 @@ from gtpo_jax.models.config import Lora, ModelConfig
 from gtpo_jax.models.declaration import KINDS, Declaration, Kind
 from gtpo_jax.models.formats.quantize import quantize
 from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import axis_size, indivisible_error, partition_spec, single_device_mesh
 
 Params = dict[str, Any]  # nested dicts of arrays; layers are stacked on axis 0
@@ -39,6 +40,12 @@ def abstract_params(model: Transformer) -> Params:
   Raises:
     UserError: as in `param_shardings`.
   """
+  context = model.mesh.shape["context"]
+  if model.config.delta and context > 1:
+    raise UserError(
+      f"mesh.context = {context} divides the positions of a sequence, which gated delta nets read "
+      "one after another; set it to 1, and use mesh.fsdp or mesh.tensor"
+    )
   abstract = lambda declaration: jax.ShapeDtypeStruct(
     declaration.value.shape, declaration.value.dtype, sharding=_sharding(declaration, model)
   )
@@ -51,7 +58,8 @@ def param_shardings(model: Transformer) -> Params:
   Key/value heads are replicated if the tensor axis does not divide their number.
 
   Raises:
-    UserError: the size of another axis is not a multiple of its number of shards.
+    UserError: the size of another axis is not a multiple of its number of shards, or positions are
+      split in a model with gated delta nets.
   """
   return jax.tree.map(lambda x: x.sharding, abstract_params(model))
 

@@ -25,11 +25,12 @@ from gtpo_jax.models.attention.sources import RowRanges
 from gtpo_jax.models.attention.streams import StreamMasks, ropes_at, stream_masks
 from gtpo_jax.models.config import DTYPES, EXPERTS, ModelConfig
 from gtpo_jax.models.declaration import declare
+from gtpo_jax.models.delta.layer import GatedDeltaNet
 from gtpo_jax.models.embedding import embedding_lookup
 from gtpo_jax.models.experts.module import Experts
 from gtpo_jax.models.experts.routing import RecordedRoutes, RouterStatistics, Routing
 from gtpo_jax.models.formats.products import einsum
-from gtpo_jax.models.kinds import ATTENTION, LayerKind, Stack
+from gtpo_jax.models.kinds import ATTENTION, DELTA, LayerKind, Stack
 from gtpo_jax.models.layers import MATRIX_INIT, Dense, RMSNorm, normalised
 from gtpo_jax.models.layouts import layer_layout, layer_layout_of_gradient, residual_layout
 from gtpo_jax.runtime.mesh import constrain, divisible_axis
@@ -45,7 +46,7 @@ def _is_attention(primitive: Any, *arrays: Any, **settings: Any) -> bool:
   return is_cudnn or named(primitive, *arrays, **settings)
 
 
-MIXERS = {ATTENTION: Attention}
+MIXERS = {ATTENTION: Attention, DELTA: GatedDeltaNet}
 ACTIVATIONS = {"silu": nn.silu, "gelu_pytorch_tanh": functools.partial(nn.gelu, approximate=True)}
 # Which results a layer keeps for the backward pass, by `ModelConfig.remat`.
 REMAT_POLICIES = {
@@ -349,9 +350,9 @@ class Transformer(nn.Module):
       segments = max_per_row(g, inputs.shape[1]) * packing.conversations
       prompt_mask = jnp.repeat(prompt_mask, segments, axis=1)
     positions = prompts.lengths[:, None, None] - 1 + offset
-    has_windows = any(kind.window for kind in c.kinds)
+    needs_places = any(kind.window or kind.mixer == DELTA for kind in c.kinds)
     places = None
-    if packing is not None and has_windows:
+    if packing is not None and needs_places:
       places = jnp.broadcast_to(offset, inputs.shape)
     ropes = ropes_at(positions, c)
     masks = StreamMasks(ropes, None, prompt_mask, segment, ranges, places)

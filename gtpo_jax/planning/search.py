@@ -171,7 +171,9 @@ class Search:
         continue
       if c.width % (expert * fsdp * context):
         continue
-      if context > 1 and config.sampling.max_tokens % both:
+      if context > 1 and (c.delta or config.sampling.max_tokens % both):
+        continue
+      if c.delta and c.delta.key_heads % tensor:
         continue
       yield dict(zip(MESH_AXES, sizes, strict=True))
 

@@ -191,6 +191,7 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
   "layer": None,
   "head_dim": None,
   "norm": None,
+  "tap": None,  # of a convolution
   "rank": None,
   "choice": None,  # the outputs of a router
   "group": None,  # of inputs that share a scale

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.attention.streams import Ropes
 from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.delta.layer import STATE_AXES, DeltaState
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import axis_size, batch_shards, constrain
 
@@ -30,6 +31,8 @@ class States(NamedTuple):
   hidden: jax.Array  # [rows, 1, 1, d], the final hidden states
   # bool[rows, v], the tokens so far; None if there is no repetition penalty
   seen_tokens: jax.Array | None
+  # [rows, 1, ...], what each gated delta net has kept of the tokens so far
+  delta: list[DeltaState]
 
   @classmethod
   def zeros(cls, model: Transformer, rows: int, track_tokens: bool) -> States:
@@ -39,7 +42,20 @@ class States(NamedTuple):
     seen_tokens = None
     if track_tokens:
       seen_tokens = constrain(jnp.zeros((rows, c.vocab_size), bool), model.mesh, "batch")
-    return cls(constrain(hidden, model.mesh, "batch"), seen_tokens)
+    delta = [DeltaState.zeros(c, rows) for _ in range(c.delta_layers)]
+    return cls(constrain(hidden, model.mesh, "batch"), seen_tokens, delta).constrained(model)
+
+  @property
+  def axes(self) -> States:
+    """The logical axes of each array; those after them are not split."""
+    rows = ("batch",)
+    seen_tokens = None if self.seen_tokens is None else rows
+    return States(rows, seen_tokens, [STATE_AXES] * len(self.delta))
+
+  def constrained(self, model: Transformer) -> States:
+    """Shards `delta`: rows over the batch axes, and heads over the tensor axis."""
+    split = lambda x, axes: constrain(x, model.mesh, *axes)
+    return self._replace(delta=jax.tree.map(split, self.delta, self.axes.delta))
 
 
 # How slots attend in one layer: (layer, queries [s, 1, h, 1, e], the new position's keys and
@@ -66,7 +82,10 @@ class Cache(Protocol):
     """Returns `kv` with that part replaced."""
 
   def insert(self, kv: Any, new: list[KV], places: Any) -> Any:
-    """Returns `prompts_of(kv)` with the prompts `new`, per layer [b, 1, k, ...], at `places`."""
+    """Returns `prompts_of(kv)` with the prompts `new`, per layer [b, 1, k, ...], at `places`.
+
+    Here and below, a layer is one with attention.
+    """
 
   def insert_completions(self, kv: Any, new: list[KV], places: Any) -> Any:
     """Returns `completions_of(kv)` with what is read of completions that go on.

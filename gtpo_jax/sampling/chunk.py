@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV, MASKED
 from gtpo_jax.models.attention.streams import ropes_at
-from gtpo_jax.models.decode import DecodeParams, decode_step, next_logits, prefill
+from gtpo_jax.models.decode import DecodeParams, Prefilled, decode_step, next_logits, prefill
 from gtpo_jax.models.experts.routing import route_dtype
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain
@@ -76,8 +76,7 @@ class _LoopState(NamedTuple):
 
   step: jax.Array  # i32[], tokens decoded in this chunk
   active: jax.Array  # bool[s]
-  hidden: jax.Array  # [s, 1, 1, d], the states that predict the next token
-  seen_tokens: jax.Array | None  # bool[s, v]
+  slots: States  # those of inactive slots mean nothing, except for `delta`
   kv: list[Any]  # per layer, the chunk's keys and values, see `Cache.zero_chunk`
   out: _Record
 
@@ -136,9 +135,9 @@ def prefill_rows(
       Sequences with a row past the last one are dropped.
     places: where the cache puts the keys and values, see `insert`.
   """
-  hidden, new, routes = prefill(model, params, tokens)
-  kv, states = insert_rows(model, insert, kv, states, hidden, new, tokens, rows, places)
-  return kv, states, jax.tree.map(lambda x: constrain(x, model.mesh), routes)
+  new = prefill(model, params, tokens)
+  kv, states = insert_rows(model, insert, kv, states, new, tokens, rows, places)
+  return kv, states, jax.tree.map(lambda x: constrain(x, model.mesh), new.routes)
 
 
 def insert_rows(
@@ -146,8 +145,7 @@ def insert_rows(
   insert: Callable[[Any, list[KV], Any], Any],
   kv: Any,
   states: States,
-  hidden: jax.Array,
-  new: list[KV],
+  new: Prefilled,
   tokens: Prompts,
   rows: jax.Array,
   places: Any,
@@ -155,7 +153,7 @@ def insert_rows(
   """Writes prefilled sequences into the cache; the second half of `prefill_rows`.
 
   Args:
-    hidden, new: of the sequences, from `models.decode.prefill`.
+    new: of the sequences, from `models.decode.prefill`.
     model, insert, kv, states, tokens, rows, places: as in `prefill_rows`.
   """
   seen_tokens = None
@@ -166,8 +164,8 @@ def insert_rows(
     seen_tokens = jnp.zeros((len(ids), vocab), bool)
     seen_tokens = seen_tokens.at[jnp.arange(len(ids))[:, None], ids].set(True, mode="drop")
   set_states = lambda old, new: set_rows(model, old, new, rows.reshape(-1))
-  states = jax.tree.map(set_states, states, States(hidden, seen_tokens))
-  return insert(kv, new, places), states
+  states = jax.tree.map(set_states, states, States(new.hidden, seen_tokens, new.delta))
+  return insert(kv, new.layers, places), states.constrained(model)
 
 
 def decode_chunk(
@@ -220,28 +218,32 @@ def decode_chunk(
     return (state.step < limits.max_steps) & state.active.any() & (finished < limits.max_finished)
 
   def decode_token(state: _LoopState) -> _LoopState:
-    logits = _limit_vocab(next_logits(model, params, state.hidden[:, 0, 0]), vocab_limit)
+    slots = state.slots
+    logits = _limit_vocab(next_logits(model, params, slots.hidden[:, 0, 0]), vocab_limit)
     token_keys = keys[state.step]
     others = None
     if by_row:
       sampled, others = sample_rows(temperature, logits, token_keys)
     else:
-      sampled = sample_token(sampling_params, temperature, logits, token_keys, state.seen_tokens)
+      sampled = sample_token(sampling_params, temperature, logits, token_keys, slots.seen_tokens)
     stopped = state.active & jnp.isin(sampled.token, limits.stop)
-    hidden, kv, routes = decode_step(
+    hidden, kv, delta, routes = decode_step(
       model,
       params,
       sampled.token[:, None],
       lambda layer, q, new: attend(layer, q, new, state.kv[layer], state.step),
+      slots.delta,
     )
-    seen_tokens = state.seen_tokens
+    # In place of the states before, which are too large for a copy of those of inactive slots.
+    keep_old = lambda new, old: jnp.where(_expand(state.active, new), new, old)
+    delta = jax.tree.map(keep_old, delta, slots.delta)
+    seen_tokens = slots.seen_tokens
     if seen_tokens is not None:
       seen_tokens = seen_tokens.at[jnp.arange(len(stopped)), sampled.token].set(True)
     return _LoopState(
       step=state.step + 1,
       active=state.active & ~stopped & (inputs.generated + state.step + 1 < inputs.max_tokens),
-      hidden=hidden,
-      seen_tokens=seen_tokens,
+      slots=States(hidden, seen_tokens, delta).constrained(model),
       kv=kv,
       out=_record(state, sampled, stopped, others, routes),
     )
@@ -250,7 +252,8 @@ def decode_chunk(
   end = jax.lax.while_loop(keep_going, decode_token, start)
   kv = cache.append(kv, end.kv, inputs.tables, jnp.asarray(inputs.generated))
   keep = lambda new, old: jnp.where(_expand(inputs.active, new), new, old)
-  slots = jax.tree.map(keep, States(end.hidden, end.seen_tokens), slots)
+  before = slots._replace(delta=end.slots.delta)  # which inactive slots have kept
+  slots = jax.tree.map(keep, end.slots, before).constrained(model)
   return kv, slots, jax.tree.map(lambda x: constrain(x, model.mesh), end.out.chunk())
 
 
@@ -263,7 +266,7 @@ def _initial_state(
   def start_from(prompt: jax.Array, slot: jax.Array) -> jax.Array:
     return jnp.where(_expand(inputs.is_new, slot), gather_rows(model, prompt, inputs.entries), slot)
 
-  hidden, seen_tokens = jax.tree.map(start_from, prompts, slots)
+  slots = jax.tree.map(start_from, prompts, slots).constrained(model)
   kv = cache.zero_chunk(len(inputs.active), chunk)
   s = len(inputs.active)
   k = min(ALTERNATIVES, model.config.vocab_size)
@@ -278,7 +281,7 @@ def _initial_state(
   if mixture := model.config.mixture:
     shape = (s, len(model.config.expert_layers), mixture.per_token)
     out = out._replace(routes=zeros(route_dtype(mixture.experts), *shape))
-  return _LoopState(jnp.int32(0), jnp.asarray(inputs.active), hidden, seen_tokens, kv, out)
+  return _LoopState(jnp.int32(0), jnp.asarray(inputs.active), slots, kv, out)
 
 
 def _expand(mask: jax.Array, like: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.models.params import Params, quantize_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiling import StoppableProgram
-from gtpo_jax.runtime.mesh import batch_shards, named_sharding
+from gtpo_jax.runtime.mesh import batch_shards, bytes_per_device, named_sharding
 from gtpo_jax.sampling.batches import (
   Places,
   PrefillShape,
@@ -132,7 +132,9 @@ class Programs(abc.ABC):
     self.decode_chunk = stoppable(decode, 1, 3, static="sampling_params")
     self.init_states = jax.jit(functools.partial(States.zeros, model), static_argnums=(0, 1))
     self.keep_rows = jax.jit(
-      lambda states, order: jax.tree.map(lambda x: gather_rows(model, x, order.reshape(-1)), states)
+      lambda states, order: jax.tree.map(
+        lambda x: gather_rows(model, x, order.reshape(-1)), states
+      ).constrained(model)
     )
 
   @abc.abstractmethod
@@ -334,15 +336,26 @@ def abstract_decode_params(
 
 def abstract(model: Transformer, function: Callable[..., Any], *axes: str | None) -> Any:
   """Returns the shapes of `function()`, with shardings by the logical `axes`."""
-  sharding = lambda x: named_sharding(model.mesh, *axes[: x.ndim])
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x)), jax.eval_shape(function)
-  )
+  return jax.tree.map(lambda x: _abstract_array(model, x, axes), jax.eval_shape(function))
+
+
+def _abstract_array(
+  model: Transformer, x: jax.ShapeDtypeStruct, axes: Sequence[str | None]
+) -> jax.ShapeDtypeStruct:
+  """Returns the shape of an array with the sharding of its first logical axes."""
+  sharding = named_sharding(model.mesh, *axes[: x.ndim])
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def abstract_states(model: Transformer, rows: int, track_tokens: bool) -> States:
   """Returns the shapes and shardings of the states of `rows` rows over all shards."""
-  return abstract(model, lambda: States.zeros(model, rows, track_tokens), "batch")
+  states = jax.eval_shape(lambda: States.zeros(model, rows, track_tokens))
+  return jax.tree.map(functools.partial(_abstract_array, model), states, states.axes)
+
+
+def state_bytes(model: Transformer) -> int:
+  """Returns the bytes on one device of what gated delta nets keep of one row."""
+  return bytes_per_device(abstract_states(model, batch_shards(model.mesh), False).delta)
 
 
 def stoppable(function: Callable[..., Any], *donated: int, static: Any = ()) -> StoppableProgram:

@@ -64,6 +64,24 @@ FAMILY_CASES = {
     },
     **NO_TOKENS,
   },
+  "qwen3_5": {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 5,
+    "tie_word_embeddings": False,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-2,  # with a smaller one, rounding errors of torch are as large as 1e-4
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "rope_parameters": {
+      "rope_type": "default",
+      "rope_theta": 100.0,
+      "partial_rotary_factor": 0.25,
+      "mrope_section": [1, 1, 0],
+    },
+    **NO_TOKENS,
+  },
   "qwen3_moe": {
     "model_type": "qwen3_moe",
     "head_dim": 16,
@@ -102,6 +120,6 @@ FAMILY_CASES = {
   },
 }
 # Those with layers of several kinds, or with other norms than the families before them.
-NEWER = ("smollm3", "olmo2", "olmo3", "gemma3")
+NEWER = ("smollm3", "olmo2", "olmo3", "gemma3", "qwen3_5")
 # Those with mixtures of experts.
 MIXTURES = ("qwen3_moe", "qwen3_moe-dense", "qwen2_moe", "olmoe")

@@ -68,7 +68,7 @@ def test_prefill_and_decode_equal_one_forward_pass():
   want = apply(model, params, want, method="logits")
 
   decode_params = jax.jit(make_decode_params, static_argnums=0)(model, params)
-  hidden, prompt_kv, _ = jax.jit(prefill, static_argnums=0)(model, decode_params, prompts)
+  hidden, prompt_kv, *_ = jax.jit(prefill, static_argnums=0)(model, decode_params, prompts)
   assert prompt_kv[0].k.shape == (3, 1, 2, 8, 6)  # once per prompt, not once per completion
   assert prompt_kv[0].v.shape == (3, 1, 2, 6, 8)
 

@@ -12,7 +12,7 @@ from test_turn_requests import converse
 
 from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.decode import make_decode_params
-from gtpo_jax.models.kinds import LayerKind
+from gtpo_jax.models.kinds import DELTA, DeltaSizes, LayerKind
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.settings import EngineConfig
 
@@ -27,6 +27,19 @@ KINDS = dataclasses.replace(
   query_scalar=12.0,
   kinds=PATTERN,
 )
+# Three gated delta nets before each layer with attention; and a tail.
+DELTA_NETS = dataclasses.replace(
+  CONFIG,
+  layers=5,
+  head_dim=16,
+  model_type="qwen3_5_text",
+  biases=(),
+  rope_share=0.25,
+  norm_eps=1e-2,
+  kinds=(LayerKind(mixer=DELTA),) * 3 + (LayerKind(),),
+  delta=DeltaSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4),
+)
+CONFIGS = {"windows": KINDS, "delta": DELTA_NETS}
 TOKENS = 40
 GROUP = 6
 FEW_SLOTS = EngineConfig(slots=5, chunk=4)
@@ -34,12 +47,15 @@ PAGED = {
   kernel: EngineConfig(slots=6, chunk=4, attention=kernel, page_size=16, cache_fraction=0.3)
   for kernel in ("pallas", "triton")
 }
-make = functools.partial(build, config=KINDS, max_tokens=TOKENS)
+
+
+def make(name, *args, **settings):
+  return build(*args, config=CONFIGS[name], max_tokens=TOKENS, **settings)
 
 
 @functools.cache
-def expected():
-  built = make(engine_config=FEW_SLOTS)
+def expected(name):
+  built = make(name, engine_config=FEW_SLOTS)
   rollouts = sample(built, RAGGED_PROMPTS, group=GROUP)
   assert rollouts.mask.sum(-1).max() == TOKENS and 0.2 < rollouts.finished.mean() < 0.98
   assert log_prob_errors(built, rollouts).max() <= 1e-4
@@ -59,25 +75,29 @@ def test_parameters_are_stacked_by_their_place_in_the_pattern():
   assert len(layers) == 5
 
 
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.slow
-def test_a_resumed_completion_and_one_of_several_turns_are_scored_as_drawn():
-  built = make(engine_config=FEW_SLOTS)
-  assert_same(sample_in_parts(built, (3, 1, 0, 2)), expected())
+def test_a_resumed_completion_and_one_of_several_turns_are_scored_as_drawn(name):
+  built = make(name, engine_config=FEW_SLOTS)
+  assert_same(sample_in_parts(built, (3, 1, 0, 2)), expected(name))
   buffer, answered = converse(built)
   assert answered > buffer.finished.size
   assert log_prob_errors(built, built[1].rollouts(buffer)).max() <= 1e-4
 
 
 @pytest.mark.parametrize("kernel", [pytest.param("pallas", marks=pytest.mark.manual), "triton"])
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.slow
-def test_pages_give_the_same_tokens(kernel):
-  assert_same(sample_in_parts(make(engine_config=PAGED[kernel]), (5, 2, 4)), expected())
+def test_pages_give_the_same_tokens(name, kernel):
+  assert_same(sample_in_parts(make(name, engine_config=PAGED[kernel]), (5, 2, 4)), expected(name))
 
 
 @pytest.mark.devices
 @pytest.mark.parametrize("attention", ["xla", pytest.param("pallas", marks=pytest.mark.manual)])
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.slow
-def test_eight_devices_give_the_same_tokens(attention):
+def test_eight_devices_give_the_same_tokens(name, attention):
   page = {"page_size": 16} if attention == "pallas" else {}
   config = EngineConfig(slots=16, chunk=4, attention=attention, **page)
-  assert_same(sample_in_parts(make(mesh_of(2, 2, 1, 2), engine_config=config), (2, 3)), expected())
+  built = make(name, mesh_of(2, 2, 1, 2), engine_config=config)
+  assert_same(sample_in_parts(built, (2, 3)), expected(name))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gtpo_jax.models.attention.causal import attend_causally
-from gtpo_jax.models.attention.rope import rotate
+from gtpo_jax.models.attention.rope import in_pairs, rotate
 from gtpo_jax.models.attention.sources import KV, AttentionContext
 from gtpo_jax.models.attention.streams import Ropes, StreamMasks, rope_of
 from gtpo_jax.models.config import ModelConfig
@@ -42,7 +42,8 @@ class Attention(nn.Module):
     )
     queries = (c.heads, c.head_dim)
     keys = (c.kv_heads, c.head_dim)
-    self.q = dense("q", (c.width,), queries, ("embed", "heads", "head_dim"))
+    projected = (c.heads, 2 * c.head_dim) if c.family.output_gate else queries
+    self.q = dense("q", (c.width,), projected, ("embed", "heads", "head_dim"))
     self.k = dense("k", (c.width,), keys, ("embed", "kv_heads", "head_dim"))
     self.v = dense("v", (c.width,), keys, ("embed", "kv_heads", "head_dim"))
     self.o = dense("o", queries, (c.width,), ("heads", "head_dim", "embed"))
@@ -64,46 +65,56 @@ class Attention(nn.Module):
       masks: of the stream.
       is_continued: whether `continue_from` follows; it makes no difference here.
     """
-    q, kv = self._queries_keys_values(x, masks.ropes)
-    return self._attend(q, AttentionContext(kv, masks.mask)), kv
+    q, kv, gate = self._queries_keys_values(x, masks.ropes)
+    return self._attend(q, AttentionContext(kv, masks.mask), gate), kv
 
   def continue_from(self, x: jax.Array, masks: StreamMasks, prompt: KV) -> jax.Array:
     """Returns the output of completions, whose first input is the last token of their prompt."""
-    q, kv = self._queries_keys_values(x, masks.ropes)
-    return self._attend(q, AttentionContext(kv, masks.mask, prompt, *masks[2:]))
+    q, kv, gate = self._queries_keys_values(x, masks.ropes)
+    return self._attend(q, AttentionContext(kv, masks.mask, prompt, *masks[2:]), gate)
 
   def step(self, x: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
     """Returns the output of one new position [n, g, 1, d], and `attend`'s second result."""
-    q, k, v = self._project(x)
+    q, k, v, gate = self._project(x)
     attended, extra = attend(q, KV(jnp.swapaxes(k, -1, -2), v))
-    return self._output(attended), extra
+    return self._output(attended, gate), extra
 
-  def _queries_keys_values(self, x: jax.Array, ropes: Ropes) -> tuple[jax.Array, KV]:
-    """Returns rotated queries [n, g, h, s, e], and keys and values of the same positions."""
-    q, k, v = self._project(x)
+  def _queries_keys_values(
+    self, x: jax.Array, ropes: Ropes
+  ) -> tuple[jax.Array, KV, jax.Array | None]:
+    """Returns rotated queries [n, g, h, s, e], keys and values of the same positions, and gates."""
+    q, k, v, gate = self._project(x)
     rope = rope_of(self.kind, ropes)
-    return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v)
+    return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v), gate
 
-  def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries [n, g, h, s, e], keys and values [n, g, k, s, e], not rotated."""
-    qk_norm = self.config.family.qk_norm
+  def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Returns queries [n, g, h, s, e], keys and values [n, g, k, s, e], not rotated, and gates."""
+    c = self.config
+    qk_norm = c.family.qk_norm
     over_width = (self.q_norm, self.k_norm, None) if qk_norm == "width" else (None,) * 3
     projections = zip((self.q, self.k, self.v), over_width, strict=True)
     q, k, v = (
       jnp.swapaxes(self._clipped(normalised(norm, project(x))), 2, 3)
       for project, norm in projections
     )
+    gate = None
+    if c.family.output_gate:
+      q, gate = jnp.split(q, 2, -1)
     if qk_norm == "head":
       q, k = self.q_norm(q), self.k_norm(k)
-    return q, k, v
+    return in_pairs(q, c.rotated), in_pairs(k, c.rotated), v, gate
 
   def _clipped(self, x: jax.Array) -> jax.Array:
     """Bounds queries, keys or values, if the model does."""
     bound = self.config.clip_qkv
     return jnp.clip(x, -bound, bound) if bound else x
 
-  def _attend(self, q: jax.Array, context: AttentionContext) -> jax.Array:
-    return self._output(attend_causally(self.config, self.mesh, q, context, self.kind.window))
+  def _attend(self, q: jax.Array, context: AttentionContext, gate: jax.Array | None) -> jax.Array:
+    attended = attend_causally(self.config, self.mesh, q, context, self.kind.window)
+    return self._output(attended, gate)
 
-  def _output(self, attended: jax.Array) -> jax.Array:
+  def _output(self, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """Projects what is attended to [n, g, h, s, e], times the sigmoid of the gates."""
+    if gate is not None:
+      attended = attended * nn.sigmoid(gate)
     return self.o(jnp.swapaxes(attended, 2, 3))

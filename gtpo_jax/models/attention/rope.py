@@ -13,15 +13,48 @@ Rope = tuple[jax.Array, jax.Array]  # cosines and sines, f32[..., s, e/2] each
 
 
 def rope_angles(
-  positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None = None
+  positions: jax.Array,
+  head_dim: int,
+  theta: float,
+  scaling: RopeScaling | None = None,
+  rotated: int | None = None,
 ) -> Rope:
-  """Returns cosines and sines f32[..., s, e/2] of the rotary angles at `positions` i32[..., s]."""
-  frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+  """Returns cosines and sines f32[..., s, e/2] of the rotary angles at `positions` i32[..., s].
+
+  Args:
+    positions: i32[..., s].
+    head_dim: e, the features of a head.
+    theta: base of the angles.
+    scaling: changes them; None for plain angles.
+    rotated: the features that are rotated; None for all. The angles of others are 0; see
+      `in_pairs`.
+  """
+  rotated = rotated or head_dim
+  frequency = theta ** (-np.arange(0, rotated, 2) / rotated)
   scale = 1.0
   if scaling is not None:
     frequency, scale = scaling.scale(frequency, theta)
   angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequency, jnp.float32)
-  return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+  rope = jnp.cos(angles) * scale, jnp.sin(angles) * scale
+  if rotated == head_dim:
+    return rope
+  shape = (*angles.shape[:-1], (head_dim - rotated) // 2)
+  rest = (jnp.ones(shape), jnp.zeros(shape))
+  return tuple(jnp.concatenate(both, -1) for both in zip(rope, rest, strict=True))
+
+
+def in_pairs(x: jax.Array, rotated: int) -> jax.Array:
+  """Orders the features of `x` [..., e], of which the first `rotated` are rotated, for `rotate`.
+
+  Features i and i + rotated/2 become i and i + e/2. Products of queries and keys do not depend on
+  the order.
+  """
+  e = x.shape[-1]
+  if rotated == e:
+    return x
+  cuts = (rotated // 2, rotated, (e + rotated) // 2)
+  first, second, rest, others = jnp.split(x, cuts, -1)
+  return jnp.concatenate([first, rest, second, others], -1)
 
 
 def rotate_new(q: jax.Array, new: KV, rope: Rope | None, step: jax.Array) -> tuple[jax.Array, KV]:

@@ -44,7 +44,9 @@ def ropes_at(positions: jax.Array, config: ModelConfig) -> Ropes:
   bases = dict.fromkeys(kind.rope_theta for kind in config.kinds if kind.rotates)
   model = (config.rope_theta, config.rope_scaling)
   return {
-    base or 0.0: rope_angles(positions, config.head_dim, *((base, None) if base else model))
+    base or 0.0: rope_angles(
+      positions, config.head_dim, *((base, None) if base else model), config.rotated
+    )
     for base in bases
   }
 

@@ -14,8 +14,17 @@ from gtpo_jax.models.config import EXPERTS, ModelConfig
 from gtpo_jax.models.families import FAMILIES, MATRICES, MULTIMODAL, NOT_COVERED, Family
 from gtpo_jax.models.hf.json_values import flag, number, shown, size
 from gtpo_jax.models.hf.known_keys import check_supported, unused_keys
-from gtpo_jax.models.hf.rope_json import FULL, SLIDING, read_ropes, write_rope
-from gtpo_jax.models.kinds import LayerKind, Mixture
+from gtpo_jax.models.hf.rope_json import (
+  FULL,
+  LINEAR,
+  OF_IMAGES,
+  SHARE,
+  SLIDING,
+  read_ropes,
+  read_share,
+  write_rope,
+)
+from gtpo_jax.models.kinds import DELTA, DeltaSizes, LayerKind, Mixture
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import ABOVE_0
 from gtpo_jax.storage.files import printable, read_json
@@ -39,6 +48,14 @@ SAMPLING_DEFAULTS = (
 )
 # Settings that null gives another meaning than their absence.
 NULLABLE = ("num_key_value_heads", "sliding_window")
+# The sizes of gated delta nets, in the order of `DeltaSizes`.
+DELTA_KEYS = (
+  "linear_num_key_heads",
+  "linear_num_value_heads",
+  "linear_key_head_dim",
+  "linear_value_head_dim",
+  "linear_conv_kernel_dim",
+)
 MAX_NAMES = 8  # the most keys that a line lists
 
 
@@ -62,6 +79,8 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
   context = sizes("max_position_embeddings")
   rope_theta, rope_scaling, local_theta = read_ropes(values, family, path, context)
   max_length = rope_scaling.max_length(context) if rope_scaling else context
+  kinds = tuple(_kinds(values, family, layers, local_theta, path, max_length))
+  has_delta = any(kind.mixer == DELTA for kind in kinds)
   return ModelConfig(
     vocab_size=sizes("vocab_size"),
     width=width,
@@ -75,7 +94,9 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
     norm_eps=number(values, "rms_norm_eps", path),
     context=context,
     rope_scaling=rope_scaling,
-    kinds=tuple(_kinds(values, family, layers, local_theta, path, max_length)),
+    rope_share=read_share(values, family, path),
+    kinds=kinds,
+    delta=DeltaSizes(*map(sizes, DELTA_KEYS)) if has_delta else None,
     query_scalar=_query_scalar(values, path),
     mixture=_mixture(values, family, path),
     clip_qkv=_clip_qkv(values, family, path),
@@ -113,8 +134,9 @@ def _text_values(values: dict[str, Any], path: str) -> tuple[dict[str, Any], Fam
     text = values.get("text_config")
     if not isinstance(text, dict):
       raise UserError(f"{path!r} has text_config = {shown(text)}; it must be an object")
-    code = {key: value for key, value in values.items() if key == "auto_map"}
-    values = {"model_type": MULTIMODAL[values["model_type"]]} | code | text
+    outer = ("auto_map", "tie_word_embeddings")
+    outside = {key: value for key, value in values.items() if key in outer}
+    values = {"model_type": MULTIMODAL[values["model_type"]]} | outside | text
   family = _family(values, path)
   given = {key: value for key, value in values.items() if value is not None or key in NULLABLE}
   if family.expert_mlp and "num_local_experts" in given:  # as Transformers 5 saves Qwen3-MoE
@@ -156,10 +178,12 @@ def _kinds(
     window = window if window < max_length else None
   windowed = LayerKind(window, rope_theta=local_theta)
   types = {FULL: LayerKind()} | ({SLIDING: windowed} if family.has_windows else {})
+  types |= {LINEAR: LayerKind(mixer=DELTA)} if family.has_delta else {}
   interval = family.full_interval
-  if "sliding_window_pattern" in family.keys and "sliding_window_pattern" in values:
-    interval = _per_layer(values, "sliding_window_pattern", path)
-  of_layers = [FULL if interval and i % interval == 0 else SLIDING for i in range(1, layers + 1)]
+  if family.interval_key in values:
+    interval = _per_layer(values, family.interval_key, path)
+  other = LINEAR if family.has_delta else SLIDING
+  of_layers = [FULL if interval and i % interval == 0 else other for i in range(1, layers + 1)]
   given = values.get("layer_types")
   if given is not None:
     if not isinstance(given, list) or any(kind not in types for kind in map(str, given)):
@@ -309,7 +333,7 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     values[key] = set(matrices) <= set(config.biases)
   if "head_dim" in family.defaults or config.head_dim * config.heads != config.width:
     values["head_dim"] = config.head_dim
-  if config.rope_scaling:
+  if config.rope_scaling and not family.rope_share:
     values["rope_scaling"] = write_rope(config.rope_scaling)
   if config.query_scalar:
     values["query_pre_attn_scalar"] = round(config.query_scalar)
@@ -346,6 +370,14 @@ def _written_kinds(config: ModelConfig) -> dict[str, Any]:
   values: dict[str, Any] = {}
   if family.no_rope_interval:
     values["no_rope_layers"] = [int(kind.rotates) for kind in kinds]
+  if family.rope_share:
+    scaling = write_rope(config.rope_scaling) if config.rope_scaling else {"rope_type": "default"}
+    share = {"rope_theta": config.rope_theta, SHARE: config.rope_share}
+    values["rope_parameters"] = scaling | share
+  if family.has_delta:
+    values["layer_types"] = [LINEAR if kind.mixer == DELTA else FULL for kind in kinds]
+  if config.delta:
+    values |= dict(zip(DELTA_KEYS, config.delta, strict=True))
   if not family.has_windows:
     return values
   is_windowed = [kind.window is not None or kind.rope_theta is not None for kind in kinds]
@@ -366,6 +398,21 @@ def _written_kinds(config: ModelConfig) -> dict[str, Any]:
       SLIDING: {"rope_type": "default", "rope_theta": local},
     }
   return values
+
+
+def with_carried(model: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
+  """Returns the config.json of a text model with what only other programs read of its source's.
+
+  Args:
+    model: from `to_hf_config`.
+    source: the contents of the config.json that the model was read from.
+  """
+  text = source["text_config"] if is_multimodal(source) else source
+  carried = {key: text[key] for key in FAMILIES[model["model_type"]].carried if key in text}
+  if "rope_parameters" in model and isinstance(rope := text.get("rope_parameters"), dict):
+    of_images = {key: rope[key] for key in OF_IMAGES if key in rope}
+    carried["rope_parameters"] = of_images | model["rope_parameters"]
+  return model | carried
 
 
 def source_defaults(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

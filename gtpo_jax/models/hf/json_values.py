@@ -25,6 +25,11 @@ LARGEST_SIZES = {
   "moe_intermediate_size": 2**24,
   "shared_expert_intermediate_size": 2**24,
   "decoder_sparse_step": 2**12,
+  "linear_num_key_heads": 2**16,
+  "linear_num_value_heads": 2**16,
+  "linear_key_head_dim": 2**16,
+  "linear_value_head_dim": 2**16,
+  "linear_conv_kernel_dim": 2**8,
 }
 
 

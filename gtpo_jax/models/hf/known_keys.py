@@ -12,7 +12,6 @@ from gtpo_jax.runtime.errors import UserError
 SUPPORTED = {
   "use_sliding_window": False,
   "attention_dropout": 0.0,
-  "partial_rotary_factor": 1.0,
   "rope_interleaved": False,
   "quantization_config": None,
   "dual_chunk_attention_config": None,
@@ -32,6 +31,7 @@ READ = {
   "rope_scaling",
   "rope_theta",
   "layer_types",
+  "partial_rotary_factor",
 }
 # Settings that do not change what these families compute: of the program that wrote the file, of
 # training from random weights, of other heads, and of generation.
@@ -58,7 +58,10 @@ WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 
 def check_supported(values: dict[str, Any], family: Family, path: str) -> None:
   """Raises UserError if a setting of `SUPPORTED`, or the activation, has another value."""
-  for key, supported in (SUPPORTED | {family.activation_key: family.activation}).items():
+  required = SUPPORTED | family.required | {family.activation_key: family.activation}
+  if not family.rope_share:
+    required["partial_rotary_factor"] = 1.0
+  for key, supported in required.items():
     value = values.get(key)
     same = value == supported and isinstance(value, bool) == isinstance(supported, bool)
     if value is not None and not same:

@@ -24,9 +24,9 @@ from jax.sharding import Mesh
 
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.formats.quantize import quantize
-from gtpo_jax.models.hf.config_json import describe_unused_keys, is_multimodal, read_config
+from gtpo_jax.models.hf.config_json import describe_unused_keys, read_config
 from gtpo_jax.models.hf.folder import find
-from gtpo_jax.models.hf.multimodal import split_names
+from gtpo_jax.models.hf.multimodal import parts_of
 from gtpo_jax.models.hf.weights import read_hf
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import Params, declared_params, param_shardings, scale_path
@@ -100,9 +100,8 @@ def read_params(model: Transformer, folder: Path) -> Params:
 def _text_tensors(folder: Path) -> dict[str, StoredTensor]:
   """Returns the tensors of the text model, by their names in a folder of text only."""
   tensors = stored_tensors(folder)
-  if not is_multimodal(read_json(folder, "config.json")):
-    return tensors
-  return {name: tensors[stored] for name, stored in split_names(tensors).text.items()}
+  parts = parts_of(read_json(folder, "config.json"), tensors)
+  return {name: tensors[stored] for name, stored in parts.text.items()}
 
 
 @functools.cache

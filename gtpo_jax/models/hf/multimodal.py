@@ -6,7 +6,10 @@ Only the text model is loaded and trained. An export carries the rest over from 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from gtpo_jax.models.families import FAMILIES
+from gtpo_jax.models.hf.config_json import is_multimodal
 
 # What replaces the start of the names of a text model's tensors: first as Transformers saves such
 # models, then as version 5 names the tensors in memory.
@@ -22,6 +25,25 @@ class Parts(NamedTuple):
 
   text: dict[str, str]  # of the text model, by their names in a folder of text only
   others: list[str]
+
+
+def parts_of(config: dict[str, Any], names: Iterable[str]) -> Parts:
+  """Returns the names of the tensors of a folder with this config.json."""
+  if is_multimodal(config):
+    return split_names(names)
+  untrained = _untrained(config)
+  names = list(names)
+  others = [name for name in names if name.startswith(untrained)]
+  return Parts({name: name for name in names if name not in others}, others)
+
+
+def has_others(config: dict[str, Any]) -> bool:
+  """Returns whether a folder with this config.json may have tensors that are not loaded."""
+  return is_multimodal(config) or bool(_untrained(config))
+
+
+def _untrained(config: dict[str, Any]) -> tuple[str, ...]:
+  return FAMILIES[config["model_type"]].untrained
 
 
 def split_names(names: Iterable[str]) -> Parts:

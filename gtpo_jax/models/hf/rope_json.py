@@ -11,11 +11,17 @@ from gtpo_jax.models.families import Family
 from gtpo_jax.models.hf.json_values import number, shown, size
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import ABOVE_1
+from gtpo_jax.runtime.fields import SHARE as A_SHARE
 from gtpo_jax.storage.files import printable
 
-FULL, SLIDING = ("full_attention", "sliding_attention")  # types of layers
+# types of layers
+FULL, SLIDING, LINEAR = ("full_attention", "sliding_attention", "linear_attention")
 LOCAL_THETA = 1e4  # of layers with a window, if they have a key of their own
 SUPPORTED = {"partial_rotary_factor": 1.0, "truncate": True}
+ROPE_KEYS = ("rope_parameters", "rope_scaling")
+SHARE = "partial_rotary_factor"
+# Which features are rotated by the places in an image. In a text, all places are the position.
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 class RopeType(NamedTuple):
@@ -57,6 +63,8 @@ def read_ropes(
   Raises:
     UserError: as there; or the angles within windows are scaled.
   """
+  if family.rope_share:
+    values = _without_share(values)
   both = values.get("rope_parameters")
   key = family.local_theta
   if not key:
@@ -79,6 +87,26 @@ def read_ropes(
   return theta, scaling, local_theta if is_own else None
 
 
+def read_share(values: dict[str, Any], family: Family, path: str) -> float:
+  """Returns the share of the features of a head that are rotated.
+
+  Raises:
+    UserError: it is not from 0 to 1.
+  """
+  if not family.rope_share:
+    return 1.0  # another one is refused elsewhere
+  both = [values, *(values.get(key) for key in ROPE_KEYS)]
+  stated = [x for x in both if isinstance(x, dict) and x.get(SHARE) is not None]
+  return number(stated[-1], SHARE, path, A_SHARE) if stated else family.rope_share
+
+
+def _without_share(values: dict[str, Any]) -> dict[str, Any]:
+  """Returns the settings without the share, and without what only images need."""
+  kept = lambda rope: {k: x for k, x in rope.items() if k not in (SHARE, *OF_IMAGES)}
+  ropes = {key: values[key] for key in ROPE_KEYS if isinstance(values.get(key), dict)}
+  return values | {key: kept(rope) for key, rope in ropes.items()}
+
+
 def read_rope(
   values: dict[str, Any], path: str, context: int, default: float
 ) -> tuple[float, RopeScaling | None]:
@@ -95,7 +123,7 @@ def read_rope(
   Raises:
     UserError: a setting is not supported or out of bounds.
   """
-  for key in ("rope_parameters", "rope_scaling"):
+  for key in ROPE_KEYS:
     if not isinstance(values.get(key) or {}, dict):
       raise UserError(f"{path!r} has {key} = {shown(values[key])}; it must be an object")
   newer = values.get("rope_parameters") or {}

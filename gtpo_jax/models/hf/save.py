@@ -15,10 +15,15 @@ import numpy as np
 
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.hf.atomic_folder import atomic_folder
-from gtpo_jax.models.hf.config_json import is_multimodal, source_defaults, to_hf_config
+from gtpo_jax.models.hf.config_json import (
+  is_multimodal,
+  source_defaults,
+  to_hf_config,
+  with_carried,
+)
 from gtpo_jax.models.hf.load import DTYPE_CODES as NUMPY_NAMES
 from gtpo_jax.models.hf.load import stored_tensors
-from gtpo_jax.models.hf.multimodal import PROCESSOR_FILES, TEXT_MODULE, split_names
+from gtpo_jax.models.hf.multimodal import PROCESSOR_FILES, TEXT_MODULE, has_others, parts_of
 from gtpo_jax.models.hf.tokenizer import save_tokenizer
 from gtpo_jax.models.hf.weights import hf_from_adapters, hf_from_params, hf_shapes
 from gtpo_jax.models.params import Params
@@ -77,17 +82,16 @@ def save(
   defaults = source_defaults(source) if source else ({}, {})
   stored = {name: Stored(dtype, shape) for name, shape in hf_shapes(model).items()}
   tensors = _cast(hf_from_params(model, params), dtype)
-  whole = None
-  if source and is_multimodal(values := read_json(source, "config.json")):
-    whole = values
-    stored, tensors = _with_other_parts(source, stored, tensors)
+  whole = read_json(source, "config.json") if source else None
+  if whole and has_others(whole):
+    stored, tensors = _with_other_parts(source, whole, stored, tensors)
   with atomic_folder(storage_path(folder)) as out:
     if out is None:
       collections.deque(tensors, maxlen=0)  # the first process needs our shards of each tensor
       return
     _write_weights(out, stored, tensors, shard_bytes)
     _write_configs(out, model.config, dtype, tokenizer, stop, defaults, whole)
-    for name in PROCESSOR_FILES if whole else ():
+    for name in PROCESSOR_FILES if whole and is_multimodal(whole) else ():
       if (source / name).exists():
         (out / name).write_text((source / name).read_text(encoding="utf-8"), encoding="utf-8")
     if tokenizer is not None:
@@ -108,11 +112,14 @@ class Stored(NamedTuple):
 
 
 def _with_other_parts(
-  source: Path, stored: Mapping[str, Stored], tensors: Iterator[tuple[str, np.ndarray]]
+  source: Path,
+  config: dict[str, Any],
+  stored: Mapping[str, Stored],
+  tensors: Iterator[tuple[str, np.ndarray]],
 ) -> tuple[dict[str, Stored], Iterator[tuple[str, np.ndarray]]]:
   """Names the text model's tensors as the source does, and adds the source's other tensors."""
   found = stored_tensors(source)
-  parts = split_names(found)
+  parts = parts_of(config, found)
   others = {
     name: Stored(NUMPY_NAMES[found[name].dtype], found[name].shape) for name in parts.others
   }
@@ -203,7 +210,7 @@ def _write_configs(
 ) -> None:
   """Writes config.json and generation_config.json, which start from the source's `defaults`.
 
-  If the source has other parts than text, `whole` is its config.json.
+  `whole` is the source's config.json; None without a source.
   """
   eos = None if tokenizer is None else tokenizer.eos_token_id
   pad = None if tokenizer is None else tokenizer.pad_token_id
@@ -212,6 +219,8 @@ def _write_configs(
   bos = None if tokenizer is None else tokenizer.bos_token_id
   model = to_hf_config(config, dtype)
   if whole:
+    model = with_carried(model, whole)
+  if whole and is_multimodal(whole):
     text = {key: value for key, value in model.items() if key != "architectures"}
     model = whole | {"text_config": text}
   model |= defaults[0]

@@ -45,6 +45,14 @@ LAYER_MODULES: dict[str, str] = {
   "q_norm": "self_attn.q_norm",
   "k_norm": "self_attn.k_norm",
   "attention_post_norm": "post_attention_layernorm",
+  "in_qkv": "linear_attn.in_proj_qkv",
+  "in_z": "linear_attn.in_proj_z",
+  "in_b": "linear_attn.in_proj_b",
+  "in_a": "linear_attn.in_proj_a",
+  "filters": "linear_attn.conv1d",
+  "decay": "linear_attn",
+  "delta_norm": "linear_attn.norm",
+  "out": "linear_attn.out_proj",
   "mlp_norm": "post_attention_layernorm",
   "gate": "mlp.gate_proj",
   "up": "mlp.up_proj",
@@ -59,7 +67,14 @@ LAYER_MODULES: dict[str, str] = {
   "experts.shared_weight": "mlp.shared_expert_gate",
   "mlp_post_norm": "post_feedforward_layernorm",
 }
-LAYER_LEAVES: dict[str, str] = {"scale": "weight", "kernel": "weight", "bias": "bias"}
+LAYER_LEAVES: dict[str, str] = {
+  "scale": "weight",
+  "kernel": "weight",
+  "bias": "bias",
+  "filter": "weight",
+  "a_log": "A_log",
+  "dt_bias": "dt_bias",
+}
 
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 ROWS_COMPARED = 4096  # of two tables, at a time
@@ -83,16 +98,44 @@ class StoredLayout(NamedTuple):
   kind: Kind
   shape: tuple[int, ...]  # in our format
   inputs: int  # number of leading axes that a matrix contracts
+  parts: tuple[int, ...] = ()  # what the features of a head consist of, see `Declaration`
+
+  @classmethod
+  def of(cls, leaf: str, declaration: Declaration, first: int) -> StoredLayout:
+    """Returns how a parameter with this name is stored, from its axis `first` on."""
+    shape = declaration.value.shape[first:]
+    return cls(KINDS[leaf], shape, declaration.inputs, declaration.parts)
+
+  @property
+  def _of_parts(self) -> list[StoredLayout]:
+    """How each part would be stored by itself; the tensor has one after the other."""
+    axis = len(self.shape) + self._feature_axis
+    return [
+      self._replace(shape=(*self.shape[:axis], size, *self.shape[axis + 1 :]), parts=())
+      for size in self.parts
+    ]
+
+  @property
+  def _feature_axis(self) -> int:
+    """The axis of a head's features, which `parts` divides, counted from the last."""
+    return -2 if self.kind is Kind.FILTER else -1
 
   @property
   def stored_shape(self) -> tuple[int, ...]:
     """The shape of the Hugging Face tensor."""
+    if self.kind is Kind.FILTER:
+      return math.prod(self.shape[:-1]), 1, self.shape[-1]
     if self.kind is Kind.MATRIX:
       return math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs])
     return (math.prod(self.shape),) if self.kind is Kind.VECTOR else self.shape
 
   def to_stored(self, value: np.ndarray) -> np.ndarray:
     """Converts our array of `shape` to one of `stored_shape`, contiguous."""
+    if self.parts:
+      axis = self._feature_axis
+      values = np.split(value, np.cumsum(self.parts)[:-1], axis)
+      both = zip(self._of_parts, values, strict=True)
+      return np.concatenate([layout.to_stored(value) for layout, value in both])
     if self.kind is Kind.MATRIX:
       value = value.reshape(self.stored_shape[::-1]).T
     return np.ascontiguousarray(value.reshape(self.stored_shape))
@@ -107,13 +150,27 @@ class StoredLayout(NamedTuple):
     """
     if self.kind is Kind.TABLE:
       return tensor[index]
+    if self.parts:
+      return self._read_parts(tensor, index)
     cuts = zip(index, self.shape, strict=True)
     part = tuple(len(range(*cut.indices(size))) for cut, size in cuts)
+    if self.kind is Kind.FILTER:
+      return tensor[self._flat(index, slice(-1))].reshape(part)
     if self.kind is Kind.VECTOR:
       return tensor[self._flat(index, slice(None))].reshape(part)
     inputs = self._flat(index, slice(self.inputs))
     outputs = self._flat(index, slice(self.inputs, None))
     return tensor[outputs, inputs].T.reshape(part)
+
+  def _read_parts(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
+    """Reads a slice of each part, and puts the parts of a head together."""
+    values = []
+    start = 0
+    for layout in self._of_parts:
+      rows = layout.stored_shape[0]
+      values.append(layout.read(_Rows(tensor, start), index))
+      start += rows
+    return np.concatenate(values, self._feature_axis)
 
   def _flat(self, index: tuple[slice, ...], axes: slice) -> slice:
     """Converts the slices of several axes to one slice of the flattened axis."""
@@ -126,6 +183,18 @@ class StoredLayout(NamedTuple):
         "choose a mesh that keeps each head on one device"
       )
     return slice(start * math.prod(inner), stop * math.prod(inner))
+
+
+class _Rows(NamedTuple):
+  """The rows of a stored tensor from `start` on."""
+
+  tensor: Any
+  start: int
+
+  def __getitem__(self, index: Any) -> np.ndarray:
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    rows = slice(first.start + self.start, first.stop + self.start)
+    return self.tensor[(rows, *rest)]
 
 
 def hf_tensors(model: Transformer) -> list[HFTensor]:
@@ -150,7 +219,7 @@ def hf_tensors(model: Transformer) -> list[HFTensor]:
     shape = declared[path].value.shape
     numbered = declared[path].numbered
     first = numbered + (place is not None)
-    layout = StoredLayout(KINDS[path[-1]], shape[first:], declared[path].inputs)
+    layout = StoredLayout.of(path[-1], declared[path], first)
     stored = layout.stored_shape
     if not numbered:
       return [HFTensor(name, stored, path, place, layout)]
@@ -231,11 +300,13 @@ def _check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> 
     )
   heads = "num_attention_heads * head_dim"
   kv_heads = "num_key_value_heads * head_dim"
+  queries = config.heads * config.head_dim * (2 if config.family.output_gate else 1)
+  attention = f"model.layers.{config.layer_kinds.index(config.attention_kinds[0])}.self_attn"
   for key, size, name, axis in (
     ("vocab_size", config.vocab_size, EMBEDDING, 0),
     ("hidden_size", config.width, EMBEDDING, 1),
-    (heads, config.heads * config.head_dim, "model.layers.0.self_attn.q_proj.weight", 0),
-    (kv_heads, config.kv_heads * config.head_dim, "model.layers.0.self_attn.k_proj.weight", 0),
+    (heads, queries, f"{attention}.q_proj.weight", 0),
+    (kv_heads, config.kv_heads * config.head_dim, f"{attention}.k_proj.weight", 0),
     ("intermediate_size", config.mlp, "model.layers.0.mlp.gate_proj.weight", 0),
   ):
     shape = shapes.get(name)
@@ -352,8 +423,7 @@ def hf_from_adapters(model: Transformer, params: Params) -> dict[str, np.ndarray
     if path not in declared:
       continue
     declaration = declared[path]
-    shape = declaration.value.shape[1 + declaration.numbered :]
-    layout = StoredLayout(KINDS[leaf], shape, declaration.inputs)
+    layout = StoredLayout.of(leaf, declaration, 1 + declaration.numbered)
     value = fetch(at_path(params, path)[place.index])
     stem = f"base_model.model.model.layers.{layer}.{LAYER_MODULES[module]}.{name}.weight"
     for i, matrix in enumerate(value if declaration.numbered else [value]):

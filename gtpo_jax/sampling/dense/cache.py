@@ -38,7 +38,7 @@ from gtpo_jax.sampling.dense.tables import DenseTables
 
 
 class DenseKV(NamedTuple):
-  """Keys and values, per layer."""
+  """Keys and values, per layer with attention."""
 
   prompts: list[KV]  # [m, 1, k, ...] with p positions; a prompt's last token is at p - 1
   slots: list[KV]  # [s, 1, k, ...] with w positions; a completion's first token is at 0
@@ -69,7 +69,7 @@ class DenseCache:
       scale,
       scale,
     )
-    return [constrain_kv(self.model, kv) for _ in c.layer_kinds]
+    return [constrain_kv(self.model, kv) for _ in c.attention_kinds]
 
   def prompts_of(self, kv: DenseKV) -> DenseKV:
     """Returns `kv` without the slots' arrays, whose length varies."""
@@ -139,7 +139,7 @@ class DenseCache:
       jnp.zeros((slots, 1, c.kv_heads, c.head_dim, positions), dtype),
       jnp.zeros((slots, 1, c.kv_heads, positions, c.head_dim), dtype),
     )
-    return [constrain_kv(self.model, kv)] * len(c.layer_kinds)
+    return [constrain_kv(self.model, kv)] * len(c.attention_kinds)
 
   def attention(
     self, kv: DenseKV, tables: DenseTables, generated: jax.Array, ropes: Ropes
@@ -149,7 +149,7 @@ class DenseCache:
     w = kv.slots[0].v.shape[3]
     prompt_mask = (jnp.arange(p) >= p - tables.entry_lengths[:, None])[:, None, None]
     slot_mask = (jnp.arange(w) < generated[:, None])[:, None, None]
-    kinds = self.model.config.layer_kinds
+    kinds = self.model.config.attention_kinds
     precision = self.model.config.matmul_precision
     own_mask = jnp.ones((1, 1, 1, 1), bool)
 
@@ -249,7 +249,7 @@ class DenseCache:
     """Pads the prompts' arrays and states to `entries` per shard."""
     add = lambda x: within_shards(self.model, lambda x: _pad_axis(x, 0, entries), x)
     prompts = [constrain_kv(self.model, jax.tree.map(add, kv)) for kv in prompts]
-    return prompts, jax.tree.map(add, states)
+    return prompts, jax.tree.map(add, states).constrained(self.model)
 
 
 def _attend_prompts(

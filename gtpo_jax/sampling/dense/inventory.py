@@ -9,6 +9,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV
+from gtpo_jax.models.decode import Prefilled
 from gtpo_jax.sampling.batches import PrefillShape, nothing, pad_prefill, resume_batch
 from gtpo_jax.sampling.cache import States
 from gtpo_jax.sampling.dense.cache import DenseKV
@@ -126,9 +127,8 @@ class Inventory:
 
     def arguments() -> tuple:
       batch, places = self._batch(width, rows, entries)
-      hidden = self._states(rows).hidden
       state = DenseKV(self._kv(entries, cached), []), self._states(entries)
-      return *state, hidden, self._kv(rows, width, computed=True), batch, places, places
+      return *state, self._prefilled(rows, width), batch, places, places
 
     signature = ("insert", entries, cached, width, rows, self._tracked)
     return Program(signature, owner.insert, arguments)
@@ -191,9 +191,8 @@ class Inventory:
         shape = PrefillShape(width, slots, owner.pad)
         idle = _idle(self._capacity, slots)
         batch = resume_batch(owner.places, idle, nothing(owner.shards), [], shape, rows)
-        hidden = self._states(rows).hidden
         state = DenseKV([], self._kv(slots, length)), self._states(slots)
-        return *state, hidden, self._kv(rows, width, computed=True), *batch
+        return *state, self._prefilled(rows, width), *batch
 
       yield Program(
         ("resume", slots, width, rows, length, self._tracked), owner.insert_completions, arguments
@@ -240,6 +239,11 @@ class Inventory:
         owner.keep_rows,
         lambda before=before, order=order: (self._states(before), order),
       )
+
+  def _prefilled(self, rows: int, width: int) -> Prefilled:
+    """Returns shapes and shardings of what a prefill returns."""
+    states = self._states(rows)
+    return Prefilled(states.hidden, self._kv(rows, width, computed=True), states.delta, None)
 
   def _kv(self, rows: int, positions: int, computed: bool = False) -> list[KV]:
     """Returns shapes and shardings in the format of the cache, or as they are `computed`."""

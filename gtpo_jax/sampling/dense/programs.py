@@ -38,7 +38,14 @@ from gtpo_jax.sampling.dense.cache import DenseCache, DenseKV
 from gtpo_jax.sampling.dense.inventory import Inventory
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.inventory import Program, Workload
-from gtpo_jax.sampling.programs import Programs, ProgramSettings, SamplerState, abstract, stoppable
+from gtpo_jax.sampling.programs import (
+  Programs,
+  ProgramSettings,
+  SamplerState,
+  abstract,
+  state_bytes,
+  stoppable,
+)
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import Capacity, capacity_for
 from gtpo_jax.sampling.settings import Demand, SamplingParams
@@ -129,13 +136,14 @@ class DensePrograms(Programs):
     return max(slots, self.shards)
 
   def _kv_bytes(self, slots: int, demand: Demand) -> float:
-    """Returns the most bytes on one device of keys and values in this many slots."""
+    """Returns the most bytes on one device of what is kept for this many slots."""
     group = demand.group
     prompts = -(-(demand.completions or slots) // group)
     capacity = capacity_for(prompts, group, self.shards, slots)
     position = bytes_per_device(self.abstract_kv(self.shards, 1))
     prompt_positions = capacity.entries * self.prompt_widths[-1]
-    return 1.5 * position * (prompt_positions + capacity.slots * self.cache_lengths[-1])
+    kept = state_bytes(self.model) * (capacity.entries + capacity.slots)
+    return kept + 1.5 * position * (prompt_positions + capacity.slots * self.cache_lengths[-1])
 
   def abstract_kv(self, rows: int, positions: int, computed: bool = False) -> list[KV]:
     """Returns the shapes and shardings of `rows` rows over all shards.
@@ -197,8 +205,11 @@ class DensePrograms(Programs):
     places: tuple[jax.Array, jax.Array],
   ) -> tuple[DenseKV, States, jax.Array | None]:
     """Reads completions that go on into slots; see `prefill_rows`."""
-    hidden, new, routes = self.prefill(params, tokens)
-    kv, states = self.insert_completions(kv, states, hidden, new, tokens, rows, places)
+    new = self.prefill(params, tokens)
+    routes = new.routes
+    kv, states = self.insert_completions(
+      kv, states, new._replace(routes=None), tokens, rows, places
+    )
     return kv, states, routes
 
   def new_state(
@@ -254,12 +265,13 @@ class DensePrograms(Programs):
     distinct, copies = without_copies(assigned, prompts)
     for width, rows, part in prefill_batches(distinct, prompts, counts):
       batch, first = pad_prefill(part, prompts, width, rows, entries, self.pad)
-      hidden, new, routes = self.prefill(params, batch)
-      if routes is not None:
-        read.append(RoutesRead(routes, with_copies(rows_of(part, rows), assigned, prompts)))
+      new = self.prefill(params, batch)
+      if new.routes is not None:
+        read.append(RoutesRead(new.routes, with_copies(rows_of(part, rows), assigned, prompts)))
+        new = new._replace(routes=None)
       for places in (first, *places_of_copies(part, copies, first, entries)):
         kv = self.cache.prompts_of(state.kv)
-        kv, states = self.insert(kv, state.prompts, hidden, new, batch, places, places)
+        kv, states = self.insert(kv, state.prompts, new, batch, places, places)
         state = _with_prompts(state, kv.prompts, states)
     return state
 
@@ -322,10 +334,12 @@ class DensePrograms(Programs):
 
 
 def _prefill(model: Transformer, params: DecodeParams, prompts: Prompts) -> Prefilled:
-  hidden, layers, routes = prefill(model, params, prompts)
+  hidden, layers, delta, routes = prefill(model, params, prompts)
+  hidden = constrain(hidden, model.mesh, "batch")
   return Prefilled(
-    constrain(hidden, model.mesh, "batch"),
+    hidden,
     [constrain_kv(model, kv) for kv in layers],
+    States(hidden, None, delta).constrained(model).delta,
     jax.tree.map(lambda x: constrain(x, model.mesh), routes),
   )
 

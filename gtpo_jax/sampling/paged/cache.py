@@ -27,7 +27,8 @@ SMALLEST_CHUNK = 16  # positions
 
 @dataclasses.dataclass(frozen=True)
 class PagedCache:
-  """The device functions of the paged cache; see `Cache`. Its `kv` is one `Pages` per layer.
+  """The device functions of the paged cache; see `Cache`. Its `kv` is one `Pages` per layer with
+  attention.
 
   Attributes:
     model: the architecture, on the sampling mesh.
@@ -50,7 +51,7 @@ class PagedCache:
     scale = jnp.zeros((pages, c.kv_heads, 2, self.page), jnp.float32) if is_int8 else None
     axes = ("batch", head_axis(self.model))
     split = lambda x: constrain(x, self.model.mesh, *axes)
-    return [jax.tree.map(split, Pages(kv, scale)) for _ in c.layer_kinds]
+    return [jax.tree.map(split, Pages(kv, scale)) for _ in c.attention_kinds]
 
   def prompts_of(self, kv: list[Pages]) -> list[Pages]:
     """Returns the pool: prompts may be in any page."""
@@ -104,7 +105,7 @@ class PagedCache:
     positions = max(pl.next_power_of_2(positions), SMALLEST_CHUNK)  # as the GPU kernel needs it
     buffer = jnp.zeros((slots, c.kv_heads, positions, 2 * c.head_dim), DTYPES[c.compute_dtype])
     buffer = constrain(buffer, self.model.mesh, "batch", head_axis(self.model))
-    return [buffer] * len(c.layer_kinds)
+    return [buffer] * len(c.attention_kinds)
 
   def attention(
     self, kv: list[Pages], tables: PageTables, generated: jax.Array, ropes: Ropes
@@ -114,7 +115,7 @@ class PagedCache:
     def attend(
       layer: int, q: jax.Array, new: KV, chunk: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-      kind = self.model.config.layer_kinds[layer]
+      kind = self.model.config.attention_kinds[layer]
       position = NewPosition(q, new, rope_of(kind, ropes), step)
       return paged_attention(
         self.model, position, kv[layer], chunk, tables, self.kernel, kind.window

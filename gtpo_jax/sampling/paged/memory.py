@@ -14,6 +14,8 @@ from gtpo_jax.sampling.programs import abstract
 # Copies of a chunk's logits in float32 that a decode program has at once: the logits, their
 # exponentials, and the cumulative sums of a draw.
 LOGITS_COPIES = 4
+# Numbers of the size of a value that the chunked delta rule has for each position, in float32.
+RULE_COPIES = 32
 
 
 def page_bytes(cache: PagedCache) -> int:
@@ -39,11 +41,14 @@ def temporary_bytes(model: Transformer, slots: int, sizes: PoolSizes) -> int:
   itemsize = DTYPES[c.compute_dtype](0).itemsize
   heads = axis_size(model.mesh, "heads")
   kv_heads = c.kv_heads // heads if c.kv_heads % heads == 0 else c.kv_heads
-  position = 2 * c.layers * kv_heads * c.head_dim * itemsize
+  position = 2 * len(c.attention_kinds) * kv_heads * c.head_dim * itemsize
   logits = 4 * slots * c.vocab_size // axis_size(model.mesh, "vocab")
   written = 2 * sizes.touched * sizes.page
   decode = slots * position * (sizes.chunk + written) + LOGITS_COPIES * logits
   features = 2 * c.active_mlp + 2 * (c.heads + 2 * c.kv_heads) * c.head_dim
+  if c.delta:
+    rule = RULE_COPIES * c.delta.value_heads * c.delta.value_dim
+    features = max(features, 2 * c.active_mlp + rule)
   tokens = max(PREFILL_TOKENS, sizes.prompt_pages * sizes.page)
   prefill = tokens * itemsize * (features // heads + 4 * c.width)
   return max(decode, prefill)

@@ -30,11 +30,12 @@ from gtpo_jax.sampling.programs import (
   chunk_limits,
   compiled_for,
   keys_program,
+  state_bytes,
   stoppable,
 )
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import ENTRY_FACTOR, Capacity, capacity_for
-from gtpo_jax.sampling.settings import SamplingParams
+from gtpo_jax.sampling.settings import Demand, SamplingParams
 
 TPU_SLOTS_PER_ROW = 16  # slots of a prompt whose queries fill a matrix unit together
 # Once an eighth of the slots is enough for the completions that are left, the others are dropped.
@@ -56,6 +57,7 @@ class PagedPrograms(Programs):
   Attributes:
     pool: the sizes of the pool of each shard.
     slots: the most slots per shard.
+    entries: the most cached prompts per shard.
     slot_counts: the numbers of slots per shard, descending.
     init_kv: makes the pool.
   """
@@ -73,6 +75,7 @@ class PagedPrograms(Programs):
     page = config.page_size
     super().__init__(settings, PagedCache(model, config.kv_dtype, page, config.attention))
     self.slots, self.pool = self._slots_and_pool(settings)
+    self.entries = self._entries(self.slots, settings.demand)
     self.config = dataclasses.replace(config, slots=self.shards * self.slots)
     self.slot_counts = [count for count in (self.slots, self.slots // FEWER_SLOTS) if count]
     prompt_pages = self.pool.prompt_pages
@@ -96,12 +99,23 @@ class PagedPrograms(Programs):
       slots = min(slots, -(-demand.completions // self.shards))
     while True:
       sizes = self._all_pages(settings, slots)
-      pages = self._pages(config.cache_fraction, demand.memory, slots, sizes)
+      pages = self._pages(config.cache_fraction, demand, slots, sizes)
       half = -(-sizes.completion_pages // 2)
       typical = slots * half + -(-slots // demand.group) * sizes.prompt_pages
       if config.slots != AUTO or pages >= typical or slots == 1:
         return slots, sizes._replace(pages=max(pages, sizes.completion_pages + sizes.prompt_pages))
       slots //= 2
+
+  def _entries(self, slots: int, demand: Demand) -> int:
+    """Returns the most cached prompts per shard.
+
+    Gated delta nets keep as much of a prompt as of a completion, so that there are only half as
+    many again as full groups need.
+    """
+    if not self.model.config.delta:
+      return slots
+    full_groups = -(-slots // demand.group)
+    return min(slots, full_groups + -(-full_groups // 2))
 
   def _all_pages(self, settings: ProgramSettings, slots: int) -> PoolSizes:
     """Returns the sizes of a pool in which all slots can reach their longest length."""
@@ -115,14 +129,15 @@ class PagedPrograms(Programs):
     row = SLOTS_PER_ROW if is_gpu else TPU_SLOTS_PER_ROW
     return PoolSizes(everything, page, prompt_pages, completion_pages, self.chunk, row)
 
-  def _pages(self, fraction: float | str, memory: int | None, slots: int, sizes: PoolSizes) -> int:
+  def _pages(self, fraction: float | str, demand: Demand, slots: int, sizes: PoolSizes) -> int:
     """Returns the number of pages per shard, at most those of `sizes`."""
     if fraction != AUTO:
       return math.ceil(fraction * sizes.pages)
-    if memory is None:
+    if demand.memory is None:
       return sizes.pages
     beside = decode_bytes(self.model) + temporary_bytes(self.model, slots, sizes)
-    return min((memory - beside) // page_bytes(self.cache), sizes.pages)
+    beside += state_bytes(self.model) * (slots + self._entries(slots, demand))
+    return min((demand.memory - beside) // page_bytes(self.cache), sizes.pages)
 
   def describe_space(self) -> str:
     """Returns how much the cache of a device holds."""
@@ -149,7 +164,7 @@ class PagedPrograms(Programs):
     """Returns an empty schedule for about `prompts` x `group` completions."""
     needed = capacity_for(prompts, group, self.shards, self.slots * self.shards)
     slots = min(count for count in self.slot_counts if count >= needed.slots)
-    capacity = needed._replace(slots=slots)
+    capacity = needed._replace(slots=slots, entries=min(needed.entries, self.entries))
     return Scheduler(capacity, PagePool(capacity, self.pool))
 
   def new_state(
@@ -158,7 +173,7 @@ class PagedPrograms(Programs):
     """Returns an empty pool and states."""
     track_tokens = sampling_params.penalises_repetition
     states = lambda rows: self.init_states(self.shards * rows, track_tokens)
-    return SamplerState(self.init_kv(), states(self.slots), states(scheduler.capacity.slots))
+    return SamplerState(self.init_kv(), states(self.entries), states(scheduler.capacity.slots))
 
   def resize(
     self, state: SamplerState, scheduler: Scheduler, keep_slots: bool = False
@@ -176,7 +191,7 @@ class PagedPrograms(Programs):
     yield keys_program(self)
     yield Program(("allocate",), self.init_kv, tuple)
     tracked = workload.sampling_params.penalises_repetition
-    for slots in self.slot_counts:
+    for slots in dict.fromkeys((self.entries, *self.slot_counts)):
       signature = ("allocate", "states", slots, tracked)
       rows = (self.shards * slots, tracked)
       yield Program(signature, self.init_states, lambda rows=rows: rows)
@@ -199,7 +214,7 @@ class PagedPrograms(Programs):
     for width in self.prompt_widths[::-1]:
 
       def arguments(width: int = width) -> tuple[Any, ...]:
-        shape = PrefillShape(width, self.slots, self.pad)
+        shape = PrefillShape(width, self.entries, self.pad)
         batch = prefill_batch(self.places, _idle(self, self.slots), nothing(self.shards), [], shape)
         state = self._state(self.slots, tracked)
         return state.kv, state.prompts, *batch
@@ -259,7 +274,7 @@ class PagedPrograms(Programs):
     pages = self.shards * self.pool.pages
     kv = abstract(self.model, lambda: self.cache.zeros(pages), "batch", head_axis(self.model))
     states = lambda rows: abstract_states(self.model, self.shards * rows, tracked)
-    return SamplerState(kv, states(self.slots), states(slots))
+    return SamplerState(kv, states(self.entries), states(slots))
 
 
 def _widths(pages: int, page: int) -> list[int]:

@@ -1,0 +1,1 @@
+"""Gated delta nets: layers whose memory of earlier positions is a matrix per head."""
