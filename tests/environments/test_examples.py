@@ -5,7 +5,7 @@ import pytest
 
 from gtpo_jax.data.tasks import make_task
 from gtpo_jax.environments.examples.calculator import add
-from gtpo_jax.environments.examples.guess import GUESSES, Guess
+from gtpo_jax.environments.examples.guess import Guess
 from gtpo_jax.environments.tools import schema_of
 from gtpo_jax.environments.turns import Turn
 
@@ -69,7 +69,7 @@ def test_answers_to_guesses():
   game.reset({"answer": "20"}, 0)
   steps = [game.step(Turn(text)) for text in ("16", "24", "what?", "", "19")]
   assert [step.messages for step in steps] == ["higher", "lower", "a number", "a number", ()]
-  assert len(steps) == GUESSES and steps[-1].done and steps[-1].correct is False
+  assert len(steps) == 5 and steps[-1].done and steps[-1].correct is False
   assert play(lambda turns: "20", 20)[1].correct
 
 

@@ -34,7 +34,7 @@ TASKS: dict[str, type] = {
 UNREAD = {  # settings without effect
   Sentences: ("terms", "largest"),
   Constraints: ("largest",),
-  GuessNumber: ("terms", "largest"),
+  GuessNumber: ("terms",),
   Calculator: ("terms", "largest"),
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.data.tasks.task import split
+from gtpo_jax.runtime.errors import UserError
 
 # Probabilities of the teachers' errors, at `slips` = 1.
 GUESS_SLIP = 0.55  # guesses the smallest or the largest number that is still possible
@@ -21,13 +22,16 @@ OTHER_NUMBER_SLIP = 0.5  # types another second number into the call
 FORGOTTEN_CARRY_SLIP = 1.0  # does not carry
 
 LARGEST_GUESS = 31
+MOST_TO_GUESS = 99_999
 LONG_RANGE = 12  # numbers; the teacher halves shorter ranges without an error
 ADDENDS = 2
 ADDEND_DIGITS = 2
 
 
 class GuessNumber:
-  """A number from 0 to 31, to be found in the environment `environments.examples.guess:Guess`.
+  """A number, to be found in the environment `environments.examples.guess:Guess`.
+
+  It is from 0 to `largest`.
 
   The teacher halves the range that is left. While it is long, the teacher often guesses one of the
   numbers at its ends instead, which rules out only that number, and then goes on with the same
@@ -39,24 +43,28 @@ class GuessNumber:
   name = "guess"
   needs = "env.make=gtpo_jax.environments.examples.guess:Guess"
   terms = 1
-  largest = LARGEST_GUESS
 
-  def __init__(self):
-    numbers = LARGEST_GUESS + 1
+  def __init__(self, largest: int = LARGEST_GUESS):
+    if not 3 <= largest <= MOST_TO_GUESS:
+      raise UserError(f"data.largest must be from 3 to {MOST_TO_GUESS} for guess, got {largest}")
+    self.largest = largest
+    numbers = largest + 1
     self.size = 2 * numbers
     self.train_ids = np.arange(numbers)
     self.held_out_ids = np.arange(numbers, self.size)
 
   def problem(self, index: int) -> Problem:
     """Returns the question, which is always the same; the answer is the number."""
-    number = index % (LARGEST_GUESS + 1)
-    return Problem(f"guess-{index}", user(f"0-{LARGEST_GUESS}?"), str(number), "last_number")
+    number = index % (self.largest + 1)
+    extra = {} if self.largest == LARGEST_GUESS else {"largest": self.largest}
+    question = user(f"0-{self.largest}?")
+    return Problem(f"guess-{index}", question, str(number), "last_number", extra)
 
   def turn(
     self, index: int, turns: Sequence[tuple[str, str]], rng: np.random.Generator, slips: float
   ) -> str:
     """Returns the teacher's next guess, given the earlier ones and their answers."""
-    low, high = first, last = 0, LARGEST_GUESS  # the range, and what is left of it
+    low, high = first, last = 0, self.largest  # the range, and what is left of it
     for guess, answer in turns:
       number = int(guess)
       halves = number == _middle(low, high)

@@ -1,7 +1,8 @@
 """A number from 0 to 31 is to be found within five guesses; each answer is higher, lower or right.
 
 The best player halves what is left with each guess. It finds 31 of the 32 numbers in time, after
-four guesses on average.
+four guesses on average. With a column `largest`, the number is from 0 to that, and there are as many
+guesses as this has binary digits: seven for 127.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 from gtpo_jax.environments.turns import Step, Turn
 
-GUESSES = 5
 LARGEST = 31
 
 
@@ -24,15 +24,17 @@ class Guess:
     self._number = int(row["answer"])
     self._guesses = 0
     self._low = 0
-    self._high = LARGEST
+    self._high = int(row.get("largest", LARGEST))
+    self._allowed = self._high.bit_length()
+    self._pattern = rf"\d{{1,{len(str(self._high))}}}"
 
   def step(self, turn: Turn) -> Step:
     """Answers a guess; see `Environment`."""
     self._guesses += 1
-    guess = int(turn.text) if re.fullmatch(r"\d{1,2}", turn.text) else None
+    guess = int(turn.text) if re.fullmatch(self._pattern, turn.text) else None
     if guess == self._number:
       return Step("right", reward=1.0, done=True, correct=True, info={"guesses": self._guesses})
-    if self._guesses == GUESSES:
+    if self._guesses == self._allowed:
       return Step(done=True, correct=False)
     if guess is None:
       answer = "a number"

@@ -1,0 +1,143 @@
+"""Measures whether the credit of turns makes small models learn faster; see docs/turns.md.
+
+    python benchmarks/credit_turns.py --out=runs/credit_turns [--stages=train,tables]
+      [--cells=PATTERN,...] [--budget_minutes=N]
+
+The base model of each task imitates an imperfect player. `train` trains every arm with five seeds,
+with the same problems and sampling keys for all arms of a seed. `tables` prints the results as
+Markdown and draws OUT/turns.png. Every run is stored in OUT when it is done; the same command
+continues with those that are missing. Results of earlier sessions in `--results` count as done. It
+uses one core, and gives the same digits whenever it runs on the same kind of CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # env.make names a module beside this one
+
+from gtpo_jax.runtime.startup import prepare_jax
+
+# XLA divides sums among its threads, so with more cores the digits would depend on how many.
+if __name__ == "__main__" and hasattr(os, "sched_setaffinity"):
+  os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+prepare_jax()  # before JAX is imported
+
+from credit_arms import Arm
+from credit_cells import Cells
+from credit_real_training import Sizes, train_real
+from credit_turns_tables import BASELINE, draw_turns, turns_tables
+from turn_tasks import TURN_TASKS, config_of
+
+from gtpo_jax.logs.display import Display
+from gtpo_jax.models.params import Params
+from gtpo_jax.rollout.scoring.manager import RewardManager
+from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.warm_start import base_model
+
+STAGES = ("train", "tables")
+SEEDS = 5
+SIZES = Sizes(steps=12, every=12, problems=32, samples=4)
+# All arms are one algorithm, which trains on every group and averages over tokens.
+GTPO = {"name": "gtpo", "norm_scope": "group", "loss_aggregation": "token", "contrast": False}
+UNIFORM = {**GTPO, "alpha2": 0.0}
+STATE = {"turn_credit": "state", "turn_discount": 0.95}  # as in gigpo
+RETURN = {"turn_credit": "return", "outcome_weight": 0.0}  # as in turn_return
+# By name: the settings of the section `algorithm`.
+TURN_ARMS: dict[str, dict[str, Any]] = {
+  BASELINE: UNIFORM,
+  "state": {**UNIFORM, **STATE},
+  "return": {**UNIFORM, **RETURN},
+  "reward": {**UNIFORM, "turn_credit": "reward"},  # as in mt_grpo
+  "outcome, entropy": GTPO,
+  "state, entropy": {**GTPO, **STATE},
+}
+# By task: its arms. Only the calls of a chain have rewards of their own.
+TRAINED = {
+  "guess31": (BASELINE, "state", "outcome, entropy", "state, entropy"),
+  "guess127": (BASELINE, "state", "state, entropy"),
+  "chain": tuple(TURN_ARMS),
+}
+
+
+def parse_args() -> argparse.Namespace:
+  """Returns the options, and exits if one names something that does not exist."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", type=Path, required=True)
+  parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/credit_turns")
+  parser.add_argument("--stages", default=",".join(STAGES))
+  parser.add_argument("--cells", default="*", help="patterns of the names to compute")
+  parser.add_argument("--budget_minutes", type=float, default=float("inf"))
+  args = parser.parse_args()
+  if unknown := set(args.stages.split(",")) - set(STAGES):
+    parser.error(f"--stages: {sorted(unknown)[0]!r} is not one of {', '.join(STAGES)}")
+  return args
+
+
+def slug(name: str) -> str:
+  """Returns a name as part of a file name, without hyphens."""
+  return "_".join("".join(char if char.isalnum() else " " for char in name).split())
+
+
+def run_training(cells: Cells) -> None:
+  """Trains what has no result: all arms and tasks of a seed before the next seed."""
+  pairs = [(task, arm) for task in TURN_TASKS for arm in TRAINED[task]]
+  for seed, (task, arm) in itertools.product(range(SEEDS), pairs):
+    settings = {"task": task, "arm": arm, "seed": seed, **dataclasses.asdict(SIZES)}
+    make = functools.partial(train_cell, cells.out, task, arm, seed)
+    cells.compute(f"run-{task}-{slug(arm)}-{seed}", settings, make)
+
+
+def train_cell(out: Path, task: str, arm: str, seed: int) -> dict[str, Any]:
+  """Returns the result of one run."""
+  config = config_of(task, TURN_ARMS[arm], seed)
+  worker = shared_worker(task)
+  with contextlib.closing(RewardManager(config)) as rewards:
+    params = open_base(out, task, worker)
+    chosen = Arm(config.resolved_algorithm)
+    return train_real(config, worker, rewards, params, chosen, SIZES)
+
+
+@functools.cache
+def shared_worker(task: str) -> RolloutWorker:
+  """Returns the worker of all runs of a task, so that its programs are compiled once."""
+  return RolloutWorker(config_of(task, {}))
+
+
+def open_base(out: Path, task: str, worker: RolloutWorker) -> Params:
+  """Returns the parameters of a task's base model, which is trained if OUT does not have it."""
+  folder = out / f"base-{task}"
+  folder.mkdir(parents=True, exist_ok=True)
+  config = config_of(task, {})
+  return base_model(config, worker, folder, Display(enabled=False), lambda: False)
+
+
+def main() -> None:
+  args = parse_args()
+  cells = Cells(args.out, args.results, args.cells.split(","), 60 * args.budget_minutes)
+  stages = args.stages.split(",")
+  if "train" in stages:
+    run_training(cells)
+  if "tables" in stages:
+    found = cells.stored()
+    print("\n".join(turns_tables(found, tuple(TURN_ARMS))))
+    draw_turns(found, tuple(TURN_ARMS), cells.out / "turns.png")
+  if cells.left:
+    print(f"{len(cells.left)} parts are left, the first is {cells.left[0]}", flush=True)
+
+
+if __name__ == "__main__":
+  try:
+    main()
+  except UserError as error:
+    sys.exit(f"error: {error}")
