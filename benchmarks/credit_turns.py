@@ -52,12 +52,10 @@ SIZES = Sizes(steps=12, every=12, problems=32, samples=4)
 GTPO = {"name": "gtpo", "norm_scope": "group", "loss_aggregation": "token", "contrast": False}
 UNIFORM = {**GTPO, "alpha2": 0.0}
 STATE = {"turn_credit": "state", "turn_discount": 0.95}  # as in gigpo
-RETURN = {"turn_credit": "return", "outcome_weight": 0.0}  # as in turn_return
 # By name: the settings of the section `algorithm`.
 TURN_ARMS: dict[str, dict[str, Any]] = {
   BASELINE: UNIFORM,
   "state": {**UNIFORM, **STATE},
-  "return": {**UNIFORM, **RETURN},
   "reward": {**UNIFORM, "turn_credit": "reward"},  # as in mt_grpo
   "outcome, entropy": GTPO,
   "state, entropy": {**GTPO, **STATE},
@@ -65,8 +63,8 @@ TURN_ARMS: dict[str, dict[str, Any]] = {
 # By task: its arms. Only the calls of a chain have rewards of their own.
 TRAINED = {
   "guess31": (BASELINE, "state", "outcome, entropy", "state, entropy"),
-  "guess127": (BASELINE, "state", "state, entropy"),
-  "chain": tuple(TURN_ARMS),
+  "guess127": (BASELINE, "state"),
+  "chain": (BASELINE, "state", "reward", "state, entropy"),
 }
 
 

@@ -17,7 +17,6 @@ BASELINE = "outcome"
 # By arm: what it is compared with.
 CONTROLS = {
   "state": BASELINE,
-  "return": BASELINE,
   "reward": BASELINE,
   "outcome, entropy": BASELINE,
   "state, entropy": "state",

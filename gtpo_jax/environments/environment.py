@@ -25,9 +25,11 @@ from gtpo_jax.runtime.errors import UserError
 class Environment(Protocol):
   """What a user writes: one object for each completion. Each method may be `async`.
 
-  Two methods are optional. `finish(self) -> Step | float | None` is called once after the last
+  Three methods are optional. `finish(self) -> Step | float | None` is called once after the last
   turn, unless the environment has failed: its reward is added, for example for the state that was
-  reached. `close(self)` is called when nothing else will be.
+  reached. `close(self)` is called when nothing else will be. A static method
+  `policy_truth(rows, episodes)` returns the true advantages of all turns of a batch for the policy
+  that played it: see `Rules.policy_truth`.
   """
 
   def reset(self, row: Mapping[str, Any], seed: int) -> str | Sequence[Message] | None:
@@ -263,7 +265,11 @@ def checked_step(step: Any, what: str) -> Step:
   info = checked_info(step.info, f"{what} returned")
   if not isinstance(step.state, str):
     raise TypeError(f"{what} returned state = {type(step.state).__name__}, not a text")
-  return Step(checked_messages(step.messages, what), reward, done, correct, info, step.state)
+  truth = step.truth
+  if truth is not None:
+    truth = checked_number(truth, f"{what} returned truth =")
+  messages = checked_messages(step.messages, what)
+  return Step(messages, reward, done, correct, info, step.state, truth)
 
 
 def checked_messages(messages: Any, what: str) -> list[Message]:

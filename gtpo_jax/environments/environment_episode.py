@@ -56,6 +56,7 @@ class EnvironmentEpisode(Playing):
     self._player: Player | None = None
     self._turns: list[Turn] = []
     self._rewards: list[float] = []
+    self._truths: list[float | None] = []
     self._states = [""]  # before each turn, and after the last one
     self._info: dict[str, float] = {}
     self._correct: bool | None = None
@@ -146,7 +147,8 @@ class EnvironmentEpisode(Playing):
         end = failure
       else:  # it belongs to the last turn
         earlier = self._rewards.pop() if self._rewards else 0.0
-        self._add(dataclasses.replace(step, reward=earlier + step.reward))
+        truth = self._truths.pop() if self._truths else None
+        self._add(dataclasses.replace(step, reward=earlier + step.reward, truth=truth))
     failed = self._player.failed_calls if self._player else None
     scored, correct = self._rules.limits.verdict(end.stop, self._correct)
     return Episode(
@@ -161,6 +163,7 @@ class EnvironmentEpisode(Playing):
       info=self._info | ({} if failed is None else {"failed_calls": float(failed)}),
       reason=end.reason,
       states=tuple(map(state_key, self._states[: len(self._turns)])),
+      truths=tuple(self._truths),
     )
 
   async def close(self) -> None:
@@ -214,6 +217,7 @@ class EnvironmentEpisode(Playing):
 
   def _add(self, step: Step) -> None:
     self._rewards.append(step.reward)
+    self._truths.append(step.truth)
     self._info.update(step.info)
     if step.correct is not None:
       self._correct = step.correct
@@ -274,6 +278,13 @@ class Environments(Rules):
   ) -> EnvironmentEpisode:
     """See `Rules`."""
     return EnvironmentEpisode(self, key, writer, row, seed)
+
+  def policy_truth(
+    self, rows: Sequence[Mapping[str, Any]], episodes: Sequence[Sequence[Episode]]
+  ) -> Sequence[Sequence[Sequence[float]]] | None:
+    """See `Rules`."""
+    found = getattr(self.maker.make, "policy_truth", None)
+    return found(rows, episodes) if found else None
 
   def player(self) -> Player:
     """Makes the environment of an episode, on a worker."""

@@ -92,6 +92,19 @@ class Rules:
     """Returns an episode that has not begun; for the arguments, see `Episodes.begin`."""
     raise NotImplementedError
 
+  def policy_truth(
+    self, rows: Sequence[Mapping[str, Any]], episodes: Sequence[Sequence[Episode]]
+  ) -> Sequence[Sequence[Sequence[float]]] | None:
+    """Returns the true advantages of the turns of n groups for the policy that played them.
+
+    Args:
+      rows: n rows of the data.
+      episodes: [n][g].
+
+    Returns:
+      [n][g][turns], NaN for unknown ones; None if the environment has no `policy_truth`.
+    """
+
   def show(self, reason: str, details: str = "", effect: str = SAYS_NOTHING) -> None:
     """Prints a failure of the user's code and its effect, if it is the first of its kind."""
     kind = reason.partition(":")[0]

@@ -93,6 +93,9 @@ class Step:
       `OWN_METRICS` are no names.
     state: a text that is equal for equal states of the environment, for algorithms that compare
       turns (`algorithm.turn_credit`); "" for the text of the messages.
+    truth: the true advantage of the turn, if the environment knows it: the value of the state with
+      this turn minus the value of the state, for the best player. Only the metrics `truth/turn_*`
+      and reports read it.
   """
 
   messages: str | Sequence[Message] = ()
@@ -101,6 +104,7 @@ class Step:
   correct: bool | None = None
   info: Mapping[str, float] = dataclasses.field(default_factory=dict)
   state: str = ""
+  truth: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +141,7 @@ class Episode:
     reason: what went wrong, if the environment failed.
     states: the state before each turn: equal texts are equal states of one prompt's episodes. That
       of the first turn is "". Empty for an agent.
+    truths: the true advantages of the turns that the environment has answered, `Step.truth`.
   """
 
   turns: tuple[Turn, ...]
@@ -150,6 +155,7 @@ class Episode:
   info: Mapping[str, float]
   reason: str = ""
   states: tuple[str, ...] = ()
+  truths: tuple[float | None, ...] = ()
 
   @property
   def failed(self) -> bool:
@@ -254,5 +260,5 @@ def load_episode(saved: Mapping[str, Any]) -> Episode:
     Turn(**{**turn, "calls": tuple(ToolCall(**call) for call in turn["calls"])})
     for turn in saved["turns"]
   ]
-  tuples = {name: tuple(saved.get(name, ())) for name in ("rewards", "states")}
+  tuples = {name: tuple(saved.get(name, ())) for name in ("rewards", "states", "truths")}
   return Episode(**{**saved, **tuples, "turns": tuple(turns)})

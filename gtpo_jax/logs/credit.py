@@ -25,6 +25,7 @@ from gtpo_jax.arrays import Rollouts, Signals
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.logs.log_files import describe_steps
 from gtpo_jax.rollout.batch import Batch
+from gtpo_jax.rollout.scoring.turn_signals import PLAYERS
 from gtpo_jax.runtime.distributed import fetch, is_first_process
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.storage.files import set_aside
@@ -65,6 +66,7 @@ class CreditRecord:
   divergence: np.ndarray  # f32[n, g, t], nats, from the teacher; 0 without one
   turn_reward: np.ndarray  # f32[n, g, t], as in `Rewards`; 0 if turns are not compared
   turn_state: np.ndarray  # i32[n, g, t], as in `Rewards`; 0 if turns are not compared
+  turn_truth: np.ndarray  # f32[n, g, t], true advantages of turns, NaN if unknown; see `_turn_truth`
   truth: np.ndarray  # u8[n, g, t], the codes of `rollout.token_truth`; all 0 if they are unknown
   shown: np.ndarray  # i32[k], indices of the groups shown
   ids: np.ndarray  # i32[k, g, t], token ids; 0 after the end of a completion, like the next two
@@ -104,6 +106,7 @@ OF_BATCH = (
   "divergence",
   "turn_reward",
   "turn_state",
+  "turn_truth",
   "truth",
 )  # stored for all tokens of the batch, without padding
 PER_TOKEN = (*OF_BATCH, "ids", "log_probs", "piece")  # the others only for the groups shown
@@ -145,6 +148,7 @@ def write_credit(
     divergence=divergence,
     turn_reward=_or_zeros(rewards.turn_reward, rollouts.tokens, np.float32),
     turn_state=_or_zeros(rewards.turn_state, rollouts.tokens, np.int32),
+    turn_truth=_turn_truth(batch),
     truth=np.zeros(rollouts.tokens.shape, np.uint8) if batch.truth is None else batch.truth,
     shown=shown,
     ids=rollouts.tokens[shown],
@@ -157,6 +161,15 @@ def write_credit(
     timeline=timeline,
   )
   save_credit(workdir, record)
+
+
+def _turn_truth(batch: Batch) -> np.ndarray:
+  """Returns the true advantages of turns, f32[n, g, t], for the policy where that is known."""
+  truth = np.full(batch.rollouts.tokens.shape, np.nan, np.float32)
+  for player in PLAYERS:  # the policy comes last
+    known = batch.turn_truth.get(player, truth)
+    truth = np.where(np.isnan(known), truth, known)
+  return truth
 
 
 def _or_zeros(x: np.ndarray | None, like: np.ndarray, dtype: type) -> np.ndarray:
@@ -317,6 +330,7 @@ def _read(file: Path) -> CreditRecord:
   arrays.setdefault("divergence", np.zeros_like(arrays["entropy"]))  # of runs before 0.2.0
   for name, dtype in (("turn_reward", np.float32), ("turn_state", np.int32)):  # before 0.4.0
     arrays.setdefault(name, np.zeros(arrays["entropy"].shape, dtype))
+  arrays.setdefault("turn_truth", np.full(arrays["entropy"].shape, np.nan, np.float32))
   for name in PER_TOKEN:
     where = present if name in OF_BATCH else present[arrays["shown"]]
     flat = arrays[name]

@@ -1,9 +1,12 @@
 """How well the credit of an algorithm agrees with the truth, on tasks that know it.
 
-In correct completions (O+), the tokens to find are those that decide the verdict; in incorrect ones
+Of tokens: in correct completions (O+), those to find are those that decide the verdict; in incorrect ones
 (O-), those that are wrong. The credit of a token is its advantage on O+ and its negative on O-.
 Credit is compared within completions only: how it differs between problems says nothing about
 tokens.
+
+Of turns: the truth of a turn is its true advantage, and its credit the mean advantage of its tokens.
+Turns are compared within the episodes of a prompt, and within single episodes.
 """
 
 from __future__ import annotations
@@ -13,26 +16,107 @@ import numpy as np
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.logs.credit import batch_signals, shaped_and_advantages
 from gtpo_jax.rollout.batch import Batch
+from gtpo_jax.rollout.scoring.turn_signals import first_tokens
 from gtpo_jax.rollout.token_truth import CLASSES, decides, is_wrong, of_class
 
 DIGITS = 5  # decimal places of the credit relative to the largest; smaller differences are ties
 
 
 def step_metrics(algorithm: Algorithm, batch: Batch) -> dict[str, float]:
-  """Returns the truth metrics of a step; {} if no problem of the batch knows its truth.
+  """Returns the truth metrics of a step; {} if nothing of the batch knows its truth.
 
-  `truth/known` is the share of the tokens with a code; `truth_metrics` describes the others.
-  Every process must call it.
+  `truth/known` is the share of the tokens with a code; `truth_metrics` and `turn_metrics` describe
+  the others. Every process must call it.
   """
-  if batch.truth is None:
+  if batch.truth is None and not batch.turn_truth:
     return {}
   signals = batch_signals(batch)
   _, advantages = shaped_and_advantages(algorithm, signals)
   mask = signals.mask
-  codes = np.where(mask, batch.truth, 0)
-  metrics = {"truth/known": _ratio((codes > 0).sum(), mask.sum())}
   advantages = np.asarray(advantages)
-  return metrics | truth_metrics(codes, signals.correct, advantages, signals.entropy)
+  metrics = {}
+  if batch.truth is not None:
+    codes = np.where(mask, batch.truth, 0)
+    metrics["truth/known"] = _ratio((codes > 0).sum(), mask.sum())
+    metrics |= truth_metrics(codes, signals.correct, advantages, signals.entropy)
+  for player, truth in batch.turn_truth.items():
+    found = turn_metrics(truth, advantages, mask)
+    metrics |= {f"truth/turn_{name}/{player}": value for name, value in found.items()}
+  return metrics
+
+
+def turn_metrics(
+  truth: np.ndarray, advantages: np.ndarray, mask: np.ndarray
+) -> dict[str, float]:
+  """Returns how well the credit of turns agrees with their true advantages.
+
+  `known` is the share of the turns whose truth is known; the others cover these, in groups with
+  any advantage. `sign` is the share of the turns with a truth other than 0 whose credit has its
+  sign; a credit of 0 counts one half. `rank` is Kendall's rank correlation within groups: of the
+  pairs of turns with different truths, the share that the credit orders rightly minus the share
+  that it orders wrongly. `rank_episode` is the same within episodes, where the credit of whole
+  completions is always 0. A metric without turns or pairs is NaN.
+
+  Args:
+    truth: f32[n, g, t], on the tokens of turns; NaN where it is unknown.
+    advantages: f32[n, g, t].
+    mask: bool[n, g, t], drawn tokens.
+  """
+  trained = (advantages != 0).any((1, 2))
+  turns = turn_table(truth, advantages, mask)
+  known = ~np.isnan(turns["truth"])
+  scored = known & trained[turns["group"]]
+  turns = {name: column[scored] for name, column in turns.items()}
+  credit = turns["credit"]
+  credit = np.round(credit / (np.abs(credit).max(initial=0.0) or 1.0), DIGITS)
+  counted = turns["truth"] != 0
+  agree = np.sign(credit[counted]) * np.sign(turns["truth"][counted])
+  return {
+    "known": _ratio(known.sum(), known.size),
+    "sign": _ratio(((1 + agree) / 2).sum(), counted.sum()),
+    "rank": rank_correlation(credit, turns["truth"], turns["group"]),
+    "rank_episode": rank_correlation(credit, turns["truth"], turns["episode"]),
+  }
+
+
+def turn_table(
+  truth: np.ndarray, advantages: np.ndarray, mask: np.ndarray
+) -> dict[str, np.ndarray]:
+  """Returns what is known of each turn, in columns [turns].
+
+  These are its `group` in [0, n), its `episode` in [0, n g), its `truth`, and its `credit`, the
+  mean advantage of its tokens. The arguments are those of `turn_metrics`.
+  """
+  begins = first_tokens(mask)
+  at = np.nonzero(begins)
+  number = np.cumsum(begins.reshape(-1)).reshape(mask.shape)[mask] - 1
+  sums = np.bincount(number, advantages[mask].astype(np.float64), len(at[0]))
+  counts = np.bincount(number, minlength=len(at[0]))
+  return {
+    "group": at[0],
+    "episode": at[0] * mask.shape[1] + at[1],
+    "truth": truth[at].astype(np.float64),
+    "credit": sums / np.maximum(counts, 1),
+  }
+
+
+def rank_correlation(x: np.ndarray, y: np.ndarray, sets: np.ndarray) -> float:
+  """Returns the mean of sign(x_i - x_j) sign(y_i - y_j) over the pairs of a set with y_i != y_j.
+
+  This is Kendall's tau in which pairs that only x ties count 0. NaN if there is no pair.
+
+  Args:
+    x, y: f64[m].
+    sets: i64[m], the set of each entry; those of one set are next to each other.
+  """
+  agree = 0.0
+  pairs = 0
+  starts = np.flatnonzero(np.diff(sets, prepend=-1))
+  for a, b in zip(np.split(x, starts[1:]), np.split(y, starts[1:]), strict=True):
+    order = np.sign(b[:, None] - b)
+    agree += (np.sign(a[:, None] - a) * order).sum()
+    pairs += np.count_nonzero(order)
+  return _ratio(agree, pairs)
 
 
 def truth_metrics(

@@ -135,6 +135,17 @@ PANELS = (
     percent=True,
     section="Truth",
   ),
+  # Logged only by runs whose environment knows the truth of turns.
+  Panel(
+    "Credit finds the turns that matter",
+    "rank correlation; 0 is chance",
+    {
+      "truth/turn_rank/policy": "to the policy",
+      "truth/turn_rank/best": "to the best player",
+      "truth/turn_rank_episode/best": "to the best player, within episodes",
+    },
+    section="Truth",
+  ),
   Panel(
     "Throughput", "tokens per second, from step 2", {"tokens/s": ""}, section="Groups and time"
   ),

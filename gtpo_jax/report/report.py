@@ -24,6 +24,7 @@ from gtpo_jax.report.overview import execution, held_out, judge_cost, samples, s
 from gtpo_jax.report.runs import RunGroup, RunLogs, group_runs, number, read_run, run_label
 from gtpo_jax.report.timeline import timeline_figure
 from gtpo_jax.report.truth_figure import truth_figure
+from gtpo_jax.report.turns_figure import turns_figure
 from gtpo_jax.report.viewer import MAX_TOKENS, viewer_data
 
 PAGE = Path(__file__).parent / "page"
@@ -69,6 +70,7 @@ def make_report(workdirs: Sequence[Path]) -> str:
     },
     timeline=timeline_figure(groups),
     truth=truth_figure(groups),
+    turns=turns_figure(groups),
     viewer=viewer,
     packed=packed,
     **settings(groups),

@@ -43,6 +43,8 @@ class Batch:
     spans: when the step's prompts were prefilled, its tokens decoded and its rewards awaited, in
       seconds since the beginning of the step.
     episodes: [n][g]; None for a group that has none, or that had rewards before a resume.
+    turn_truth: f32[n, g, t] by player, on the host: the true advantages of turns
+      (`rollout.scoring.turn_signals`); only of the players for whom some are known.
   """
 
   rollouts: Rollouts
@@ -55,6 +57,7 @@ class Batch:
   metrics: dict[str, float]
   spans: list[Span]
   episodes: list[list[Episode] | None]
+  turn_truth: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
   def first_completion(self, i: int) -> tuple[str, str, bool | None]:
     """Returns problem i, its first completion, and whether it is correct (None: no verdict)."""

@@ -22,6 +22,7 @@ from gtpo_jax.rollout.group_pool import GroupPool
 from gtpo_jax.rollout.groups import Group, restore_groups, save_groups
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
+from gtpo_jax.rollout.scoring.turn_signals import turn_truth
 from gtpo_jax.rollout.token_truth import token_truth
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.device_errors import phase
@@ -128,6 +129,13 @@ class Collector:
     rollouts, rewards = self.placement.place(params, groups)
     own_verifier = self._reward_manager.has_own_verifier
     truth = token_truth(groups, self._worker.chat, own_verifier)
+    played = self._worker.episodes
+    turns = turn_truth(
+      np.stack([group.rollouts.mask for group in groups]),
+      [group.problem.row for group in groups],
+      [group.episodes for group in groups],
+      played and played.rules,
+    )
     scoring_s = sum(pool.scoring_s for pool in rounds)
     spans = [span for engine in engines for span in engine.spans]
     spans.append(Span("reward", sampled - scoring_s, sampled, 0.0))
@@ -145,6 +153,7 @@ class Collector:
       metrics,
       [span._replace(begin=span.begin - began, end=span.end - began) for span in spans],
       [group.episodes for group in groups],
+      turns,
     )
 
   def _sample(self, policy: Policy, version: int, stopping: Callable[[], bool]) -> GroupPool:

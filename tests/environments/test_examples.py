@@ -1,13 +1,16 @@
 """The environments and tools of the built-in tasks, and the teachers that play them."""
 
+import collections
+
 import numpy as np
 import pytest
 
 from gtpo_jax.data.tasks import make_task
 from gtpo_jax.environments.examples.calculator import add
-from gtpo_jax.environments.examples.guess import Guess
+from gtpo_jax.environments.examples.guess import Guess, Left
 from gtpo_jax.environments.tools import schema_of
-from gtpo_jax.environments.turns import Turn
+from gtpo_jax.environments.turns import Episode, Turn
+from gtpo_jax.runtime.errors import UserError
 
 
 def play(player, number):
@@ -71,6 +74,110 @@ def test_answers_to_guesses():
   assert [step.messages for step in steps] == ["higher", "lower", "a number", "a number", ()]
   assert len(steps) == 5 and steps[-1].done and steps[-1].correct is False
   assert play(lambda turns: "20", 20)[1].correct
+
+
+def best(low, high, guesses):
+  """The share of the numbers that the best player finds, by trying all guesses."""
+  if high < low or not guesses:
+    return 0.0
+  return max(value(low, high, guesses, guess, best) for guess in range(low, high + 1))
+
+
+def value(low, high, guesses, guess, later):
+  """The share of the numbers that is found with a guess; `later` says what is found then."""
+  total = float(low <= guess <= high)
+  for a, b in ((low, min(high, guess - 1)), (max(low, guess + 1), high)):
+    total += max(0, b - a + 1) * later(a, b, guesses - 1)
+  return total / (high - low + 1)
+
+
+@pytest.mark.parametrize("largest", [3, 7, 10])
+def test_the_truth_of_a_guess_is_what_it_costs_the_best_player(largest):
+  left = Left.begin({"largest": largest})
+  assert left.found_by_best / left.numbers == best(0, largest, left.guesses)
+  for guess in range(largest + 1):
+    truth = value(0, largest, left.guesses, guess, best) - best(0, largest, left.guesses)
+    game = Guess()
+    game.reset({"answer": "1", "largest": largest}, 0)
+    assert game.step(Turn(str(guess))).truth == pytest.approx(truth)
+
+
+def test_truths_of_a_game_by_hand():
+  """Of 0 to 31, 31 are found. After 16, higher, so are all of 17 to 31. A guess of 31 then leaves
+  14 numbers and three guesses, with which 7 are found; what is no number leaves as many.
+  """
+  game = Guess()
+  game.reset({"answer": "20"}, 0)
+  truths = [game.step(Turn(text)).truth for text in ("16", "31", "what?", "9")]
+  assert truths == pytest.approx([0, (1 + 7 - 15) / 15, (3 - 7) / 14, (1 - 3) / 14])
+
+
+def test_truths_by_the_policy_equal_those_of_all_its_games():
+  """A policy that guesses 1, 2 or 7 at first, and then one of two numbers that are left.
+
+  The batch has every game as often as the policy plays it. The value of a state is the share of
+  the games through it that are won, which is computed from the games alone.
+  """
+  rows = [{"answer": str(number), "largest": 7} for number in range(8)]
+
+  def games(row, turns=(), ways=1):
+    """The games of a policy against a number, each as often as it is played of 3 * 2 * 2."""
+    game = Guess()
+    game.reset(row, 0)
+    left = list(range(8))
+    for guess in turns:
+      step = game.step(Turn(str(guess)))
+      if step.done:
+        yield turns, step.correct, 12 // ways
+        return
+      left = [x for x in left if (x > guess if step.messages == "higher" else x < guess)]
+    for guess in (1, 2, 7) if not turns else (left[0], left[-1]):
+      yield from games(row, (*turns, guess), ways * (2 if turns else 3))
+
+  played = [
+    [game for turns, correct, times in games(row) for game in [(turns, correct)] * times]
+    for row in rows
+  ]
+  episode = lambda turns: Episode(
+    tuple(Turn(str(guess)) for guess in turns), "", 0.0, (), None, True, 1, 0.0, {}
+  )
+  got = Guess.policy_truth(rows, [[episode(turns) for turns, _ in group] for group in played])
+  won = collections.defaultdict(list)
+  walks = []
+  for number, group in enumerate(played):
+    for turns, correct in group:
+      low, high = 0, 7
+      walk = []
+      for i, guess in enumerate(turns):
+        walk.append(((low, high, i), (low, high, i, guess)))
+        low, high = (guess + 1, high) if number > guess else (low, guess - 1)
+      for keys in walk:
+        for key in keys:
+          won[key].append(correct)
+      walks.append(walk)
+  expected = [[np.mean(won[b]) - np.mean(won[a]) for a, b in walk] for walk in walks]
+  flat = [game for group in got for game in group]
+  for one, other in zip(flat, expected, strict=True):
+    assert one == pytest.approx(other, abs=1e-9)
+  assert max(map(max, flat)) > 0.01 and min(map(min, flat)) < -0.01
+
+
+def test_guessing_up_to_127():
+  task = make_task("guess", largest=127)
+  row = task.problem(100).row
+  assert row["largest"] == 127 and row["messages"][0]["content"] == "0-127?"
+  game = Guess()
+  game.reset(row, 0)
+  turns = []
+  step = None
+  while step is None or not step.done:
+    guess = task.turn(100, turns, np.random.default_rng(0), 0.0)
+    step = game.step(Turn(guess))
+    assert step.truth == 0
+    turns.append((guess, step.messages))
+  assert step.correct and len(turns) <= 7
+  with pytest.raises(UserError, match=r"data.largest must be from 3 to 99999 for guess, got 2"):
+    make_task("guess", largest=2)
 
 
 def test_add():

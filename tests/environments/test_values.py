@@ -79,6 +79,8 @@ def test_any_step_and_result_is_understood_or_refused(reward, done, correct, inf
     ({"info": {"seconds": 3.0}}, "info.'seconds'., but env/seconds is a metric of every run"),
     ({"info": {"conversations": 3.0}}, "env/conversations is a metric of every run; rename it"),
     ({"info": None}, "f.step returned info = NoneType None, not numbers by name"),
+    ({"truth": math.nan}, "f.step returned truth = nan; it is at most"),
+    ({"truth": "good"}, "f.step returned truth = .good., not a number"),
   ],
 )
 def test_messages(values, message):

@@ -7,7 +7,7 @@ import pytest
 
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.logs.credit import credit_files, read_credit
-from gtpo_jax.logs.credit_scores import auroc, credit_scores, truth_metrics
+from gtpo_jax.logs.credit_scores import auroc, credit_scores, truth_metrics, turn_metrics, turn_table
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train
 
@@ -80,6 +80,37 @@ def test_metrics_by_hand():
   assert metrics["truth/entropy/filler"] == (4 + 6 + 8) / 3
   assert metrics["truth/right/decisive"] == 3 / 4
   assert np.isnan(metrics["truth/right/copied"])
+
+
+def test_turns_by_hand():
+  """Two episodes of one prompt with three and two turns, and a prompt without any advantage.
+
+  The credit of the turns is 1, -1, 2 (the mean of 1 and 3) and 0, 2. Of the truths 0.5, -0.5, 0.1
+  and 0.2, NaN, three have a credit of the same sign, and that of 0.2 is 0. Of their six pairs, the
+  credit orders (0.5, -0.5), (-0.5, 0.1), (-0.5, 0.2), (0.5, 0.2) rightly, and (0.5, 0.1) and (0.1,
+  0.2) wrongly; in the first episode it orders two of three rightly.
+  """
+  nan = np.nan
+  mask = np.array([[[1, 0, 1, 0, 1, 1], [1, 0, 1, 0, 0, 0]], [[1, 0, 1, 0, 0, 0]] * 2], bool)
+  advantages = np.float32([[[1, 9, -1, 9, 1, 3], [0, 9, 2, 0, 0, 0]], [[0] * 6] * 2])
+  truth = np.float32(
+    [
+      [[0.5, nan, -0.5, nan, 0.1, 0.1], [0.2, nan, nan, nan, nan, nan]],
+      [[7.0, nan, 7.0, nan, nan, nan]] * 2,
+    ]
+  )
+  table = turn_table(truth, advantages, mask)
+  assert table["credit"].tolist() == [1, -1, 2, 0, 2, 0, 0, 0, 0]
+  assert table["episode"].tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+  metrics = turn_metrics(truth, advantages, mask)
+  assert metrics["known"] == 8 / 9
+  assert metrics["sign"] == (3 + 0.5) / 4
+  assert metrics["rank"] == pytest.approx((4 - 2) / 6)
+  assert metrics["rank_episode"] == pytest.approx((2 - 1) / 3)
+  unknown = turn_metrics(np.full_like(truth, nan), advantages, mask)
+  assert unknown["known"] == 0 and np.isnan([unknown["sign"], unknown["rank"]]).all()
+  uniform = np.broadcast_to(np.float32([[[1], [-1]], [[0], [0]]]), mask.shape)
+  assert turn_metrics(truth, uniform, mask)["rank_episode"] == 0
 
 
 def forks_config(**changes):

@@ -55,6 +55,7 @@ def record_of(correct, lengths, width):
     divergence=np.zeros((*shape, width), np.float32),
     turn_reward=np.zeros((*shape, width), np.float32),
     turn_state=np.zeros((*shape, width), np.int32),
+    turn_truth=np.zeros((*shape, width), np.float32),
     correct=np.asarray([correct]),
     reward=none,
     penalty=none,

@@ -1,6 +1,7 @@
 """The rewards and states of turns on their way from episodes to the advantages."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ import gtpo_jax
 from gtpo_jax.arrays import Rewards
 from gtpo_jax.config import freeze
 from gtpo_jax.environments import Step
+from gtpo_jax.environments.episodes import Rules
+from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.environments.turns import Episode, Stop, Turn
 from gtpo_jax.logs.display import Display
-from gtpo_jax.rollout.scoring.turn_signals import with_turns
+from gtpo_jax.rollout.scoring.turn_signals import turn_truth, with_turns
 from gtpo_jax.runtime.errors import UserError
 
 SMALL = {
@@ -52,6 +55,32 @@ def test_rewards_and_states_of_tokens_by_hand():
   assert not alone.turn_state.any()
 
 
+def test_truths_of_tokens_by_hand():
+  """The second group has no episodes; the last turn of an episode was not answered."""
+  mask = np.array([[[1, 1, 0, 1], [1, 0, 1, 0]]] * 2, bool)
+  truths = [(0.5, None), (-0.25,)]
+  played = [
+    dataclasses.replace(episode([0.0] * 2, ("", "a")), truths=values) for values in truths
+  ]
+  rules = Rules(EpisodeLimits())
+  nan = np.nan
+  rows = [{"answer": "1"}, {}]
+  got = turn_truth(mask, rows, [played, None], rules)
+  np.testing.assert_array_equal(got.pop("best")[0], [[0.5, 0.5, nan, nan], [-0.25] + [nan] * 3])
+  assert not got
+
+  class Knowing(Rules):
+    def policy_truth(self, rows, episodes):
+      assert rows == [{"answer": "1"}] and episodes == [played]
+      return [[[1.0, 2.0], [nan, 3.0]]]
+
+  got = turn_truth(mask, rows, [played, None], Knowing(EpisodeLimits()))["policy"]
+  np.testing.assert_array_equal(got[0], [[1, 1, nan, 2], [nan, nan, 3, nan]])
+  assert np.isnan(got[1]).all()
+  assert turn_truth(mask, rows, [None, None], rules) == {}
+  assert turn_truth(mask, rows, [played, None], None) == {}
+
+
 class Steps:
   """Answers each turn by the parity of its length, and names the state by the number of turns."""
 
@@ -68,6 +97,7 @@ class Steps:
       done=done,
       correct=done and even,
       state=str(self.turns),
+      truth=even - 0.5,
     )
 
 
@@ -91,6 +121,10 @@ def test_a_run_learns_from_turns(settings, tmp_path):
   turns = np.where(begins, record.turn_reward, 0).sum(-1)
   np.testing.assert_allclose(turns, record.reward + record.penalty, atol=1e-5)
   assert set(record.turn_state[begins]) == {0, 1, 2}
+  assert set(record.turn_truth[begins]) == {-0.5, 0.5}
+  row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+  assert row["truth/turn_known/best"] == 1 and "truth/turn_known/policy" not in row
+  assert row["truth/turn_sign/best"] > 0.6 and row["truth/turn_rank_episode/best"] > 0.3
   algorithm = config.resolved_algorithm
   _, advantages = shaped_and_advantages(algorithm, record.signals(algorithm))
   of_turns = np.where(record.mask, advantages, np.nan)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import mesh_of
-from update_cases import EVERY_LOSS_TERM, assert_same, batch, full_batch, plain, run
+from update_cases import EVERY_LOSS_TERM, assert_same, batch, full_batch, plain, run, turn_batch
 
 from gtpo_jax.arrays import array_lengths, max_per_row
 from gtpo_jax.training.packing import abstract_packing, plan_rows, row_shapes
@@ -129,7 +129,7 @@ def test_every_token_appears_once_in_a_row_of_its_prompt(data):
 def packed(data, t=9):
   """The batch, packed by the lengths of its completions."""
   rollouts, rewards = data
-  packing = plan_rows(np.asarray(rollouts.mask.sum(-1)), t)
+  packing = plan_rows(np.asarray(rollouts.lengths), t)
   assert packing.source.shape[1] == 2
   return rollouts.replace(packing=packing), rewards
 
@@ -137,7 +137,8 @@ def packed(data, t=9):
 def shortened(data):
   """The batch with every completion cut to at most 4 of its 9 tokens."""
   rollouts, rewards = data
-  return rollouts.replace(mask=rollouts.mask & (np.arange(9) < 4)), rewards
+  first = np.arange(9) < 4
+  return rollouts.replace(mask=rollouts.mask & first, present=rollouts.present & first), rewards
 
 
 def without_padding_metric(result):
@@ -151,6 +152,9 @@ def without_padding_metric(result):
   [
     pytest.param("gtpo", batch, {}, marks=pytest.mark.manual),
     ("dapo_mixed", full_batch, {**EVERY_LOSS_TERM, "guide_completions": 1, "guide_cap": 1.1}),
+    ("gtpo", turn_batch, {"turn_credit": "state", "compare": "state", "contrast": False}),
+    pytest.param("mt_grpo", turn_batch, {}, marks=pytest.mark.manual),
+    pytest.param("turn_return", turn_batch, {}, marks=pytest.mark.manual),
   ],
 )
 @pytest.mark.slow

@@ -87,6 +87,26 @@ def full_batch():
   return rollouts, rewards.replace(correct=correct, valid=valid)
 
 
+@functools.cache
+def turn_batch():
+  """`batch` with turns, between which the model has read, and with their rewards and states."""
+  rollouts, rewards = batch()
+  rng = np.random.default_rng(2)
+  mask = rollouts.mask & (rng.random((N, G, T)) > 0.3)
+  mask[..., 0] = True
+  turns = np.cumsum(mask & ~np.pad(mask[..., :-1], ((0, 0), (0, 0), (1, 0))), -1) - 1
+  values = np.take_along_axis(rng.normal(size=(N, G, T)), turns, -1)
+  states = np.take_along_axis(rng.integers(0, 3, (N, G, T)), turns, -1)
+  drawn = lambda x: np.where(mask, x, 0)
+  rollouts = rollouts.replace(
+    mask=mask, log_probs=drawn(rollouts.log_probs), entropy=drawn(rollouts.entropy)
+  )
+  turn_reward = drawn(values).astype(np.float32)
+  return rollouts, rewards.replace(
+    turn_reward=turn_reward, turn_state=drawn(states).astype(np.int32)
+  )
+
+
 def signals(rollouts, rewards):
   """The arguments of `Algorithm.advantages`."""
   return {

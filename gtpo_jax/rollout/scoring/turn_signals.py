@@ -1,13 +1,18 @@
-"""The rewards and the states of turns, as arrays over tokens, for algorithms that compare turns."""
+"""What is known of turns, as arrays over tokens: rewards, states and true advantages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from gtpo_jax.arrays import Rewards
+from gtpo_jax.environments.episodes import Rules
 from gtpo_jax.environments.turns import Episode
+
+# By whom a turn is followed in its true advantage: the best player, or the policy that played it.
+PLAYERS = ("best", "policy")
 
 
 def with_turns(
@@ -32,7 +37,7 @@ def with_turns(
   """
   turn_reward = np.zeros(mask.shape, np.float32)
   turn_state = np.zeros(mask.shape, np.int32)
-  begins = mask & ~np.pad(mask[:, :-1], ((0, 0), (1, 0)))
+  begins = first_tokens(mask)
   numbers: dict[str, int] = {}
   for j, row in enumerate(np.cumsum(begins, -1) - 1):
     count = int(begins[j].sum())
@@ -49,3 +54,46 @@ def with_turns(
     turn_reward[j] = np.where(mask[j], values[row], 0.0)
     turn_state[j] = np.where(mask[j], numbered[row], 0)
   return rewards.replace(turn_reward=turn_reward, turn_state=turn_state)
+
+
+def turn_truth(
+  mask: np.ndarray,
+  rows: Sequence[Mapping[str, Any]],
+  episodes: Sequence[Sequence[Episode] | None],
+  rules: Rules | None,
+) -> dict[str, np.ndarray]:
+  """Returns the true advantages of the turns of a batch by `PLAYERS`, f32[n, g, t].
+
+  They are on all tokens of a turn, and NaN elsewhere and where they are unknown. Players for whom
+  all are unknown are left out.
+
+  Args:
+    mask: bool[n, g, t], the tokens that were drawn.
+    rows: n rows of the data.
+    episodes: [n][g]; None for a group without episodes.
+    rules: of the run's episodes; None without any.
+  """
+  played = [i for i, group in enumerate(episodes) if group]
+  if not played or rules is None:
+    return {}
+  of_played = [episodes[i] for i in played]
+  by_policy = rules.policy_truth([rows[i] for i in played], of_played)
+  by_best = [[episode.truths for episode in group] for group in of_played]
+  found = {}
+  for player, groups in zip(PLAYERS, (by_best, by_policy), strict=True):
+    truth = np.full(mask.shape, np.nan, np.float32)
+    for i, group in zip(played, groups or (), strict=bool(groups)):
+      for j, values in enumerate(group):
+        turn = np.cumsum(first_tokens(mask[i, j])) - 1
+        known = mask[i, j] & (turn < len(values))
+        truth[i, j, known] = np.asarray(values, np.float32)[turn[known]]
+    if not np.isnan(truth).all():
+      found[player] = truth
+  return found
+
+
+def first_tokens(mask: np.ndarray) -> np.ndarray:
+  """Returns the first tokens of turns, bool[..., t]."""
+  before = np.zeros_like(mask)
+  before[..., 1:] = mask[..., :-1]
+  return mask & ~before
