@@ -32,10 +32,22 @@ if __name__ == "__main__" and hasattr(os, "sched_setaffinity"):
   os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 prepare_jax()  # before JAX is imported
 
+import numpy as np
 from credit_arms import Arm
-from credit_cells import Cells
-from credit_real_training import Sizes, train_real
-from credit_turns_tables import BASELINE, draw_turns, turns_tables
+from credit_tables import by_training
+from credit_training import Sizes, train_real
+from scipy import stats
+from study import (
+  Cells,
+  Seeds,
+  draw_curves,
+  holm,
+  mean_and_deviation,
+  paired_difference,
+  pass_by_problem,
+  slug,
+  table,
+)
 from turn_tasks import TURN_TASKS, config_of
 
 from gtpo_jax.logs.display import Display
@@ -48,24 +60,33 @@ from gtpo_jax.warm_start import base_model
 STAGES = ("train", "tables")
 SEEDS = 5
 SIZES = Sizes(steps=12, every=12, problems=32, samples=4)
+LAST_STEPS = 4
 # All arms are one algorithm, which trains on every group and averages over tokens.
 GTPO = {"name": "gtpo", "norm_scope": "group", "loss_aggregation": "token", "contrast": False}
 UNIFORM = {**GTPO, "alpha2": 0.0}
 STATE = {"turn_credit": "state", "turn_discount": 0.95}  # as in gigpo
 # By name: the settings of the section `algorithm`.
 TURN_ARMS: dict[str, dict[str, Any]] = {
-  BASELINE: UNIFORM,
+  "outcome": UNIFORM,
   "state": {**UNIFORM, **STATE},
   "reward": {**UNIFORM, "turn_credit": "reward"},  # as in mt_grpo
   "outcome, entropy": GTPO,
   "state, entropy": {**GTPO, **STATE},
 }
+# By arm: what it is compared with.
+CONTROLS = {
+  "state": "outcome",
+  "reward": "outcome",
+  "outcome, entropy": "outcome",
+  "state, entropy": "state",
+}
 # By task: its arms. Only the calls of a chain have rewards of their own.
 TRAINED = {
-  "guess31": (BASELINE, "state", "outcome, entropy", "state, entropy"),
-  "guess127": (BASELINE, "state"),
-  "chain": (BASELINE, "state", "reward", "state, entropy"),
+  "guess31": ("outcome", "state", "outcome, entropy", "state, entropy"),
+  "guess127": ("outcome", "state"),
+  "chain": ("outcome", "state", "reward", "state, entropy"),
 }
+HEADS = ("arm", "seeds", "steps 2 on", "difference, 95 % interval", "p, Holm", "last 4", "held out")
 
 
 def parse_args() -> argparse.Namespace:
@@ -82,14 +103,9 @@ def parse_args() -> argparse.Namespace:
   return args
 
 
-def slug(name: str) -> str:
-  """Returns a name as part of a file name, without hyphens."""
-  return "_".join("".join(char if char.isalnum() else " " for char in name).split())
-
-
 def run_training(cells: Cells) -> None:
   """Trains what has no result: all arms and tasks of a seed before the next seed."""
-  pairs = [(task, arm) for task in TURN_TASKS for arm in TRAINED[task]]
+  pairs = [(task, arm) for task in TRAINED for arm in TRAINED[task]]
   for seed, (task, arm) in itertools.product(range(SEEDS), pairs):
     settings = {"task": task, "arm": arm, "seed": seed, **dataclasses.asdict(SIZES)}
     make = functools.partial(train_cell, cells.out, task, arm, seed)
@@ -102,8 +118,7 @@ def train_cell(out: Path, task: str, arm: str, seed: int) -> dict[str, Any]:
   worker = shared_worker(task)
   with contextlib.closing(RewardManager(config)) as rewards:
     params = open_base(out, task, worker)
-    chosen = Arm(config.resolved_algorithm)
-    return train_real(config, worker, rewards, params, chosen, SIZES)
+    return train_real(config, worker, rewards, params, Arm(config.resolved_algorithm), SIZES)
 
 
 @functools.cache
@@ -120,6 +135,46 @@ def open_base(out: Path, task: str, worker: RolloutWorker) -> Params:
   return base_model(config, worker, folder, Display(enabled=False), lambda: False)
 
 
+def tables(tasks: dict[str, dict[str, Seeds]]) -> list[str]:
+  """Returns a table for each task: accuracies in %, with differences paired by seed."""
+  pairs = {
+    (task, arm): (speeds(by_arm[arm], by_arm[control]), speeds(by_arm[control], by_arm[arm]))
+    for task, by_arm in tasks.items()
+    for arm, control in CONTROLS.items()
+    if arm in by_arm and control in by_arm
+  }
+  tested = {key: pair for key, pair in pairs.items() if len(pair[0]) > 1}
+  p_values = holm({key: float(stats.ttest_rel(*pair).pvalue) for key, pair in tested.items()})
+  lines = []
+  for task, by_arm in tasks.items():
+    rows = []
+    for arm, seeds in by_arm.items():
+      change = p_value = ""
+      if (task, arm) in tested:
+        change = f"{paired_difference(*tested[task, arm])} over {CONTROLS[arm]}"
+        p_value = f"{p_values[task, arm]:.2g}"
+      evaluations = [run["evaluations"][str(SIZES.steps)] for run in seeds.values()]
+      held_out = [pass_by_problem(found, 1).mean() for found in evaluations]
+      means = (speeds(seeds, seeds), accuracies(seeds, -LAST_STEPS), held_out)
+      first, last, held_out = (mean_and_deviation(100 * np.asarray(x), 1) for x in means)
+      rows.append([arm, str(len(seeds)), first, change, p_value, last, held_out])
+    lines += ["", task, *table(HEADS, rows)]
+  return lines
+
+
+def speeds(seeds: Seeds, others: Seeds) -> list[float]:
+  """Returns the mean accuracy of batches after the first, of the seeds that others have too.
+
+  The first batch is the base model's.
+  """
+  return accuracies({seed: seeds[seed] for seed in sorted(set(seeds) & set(others))}, 1)
+
+
+def accuracies(seeds: Seeds, first: int) -> list[float]:
+  """Returns the mean accuracy of each seed's batches, from the index `first` on."""
+  return [float(np.mean([row["accuracy"] for row in run["curve"][first:]])) for run in seeds.values()]
+
+
 def main() -> None:
   args = parse_args()
   cells = Cells(args.out, args.results, args.cells.split(","), 60 * args.budget_minutes)
@@ -127,9 +182,10 @@ def main() -> None:
   if "train" in stages:
     run_training(cells)
   if "tables" in stages:
-    found = cells.stored()
-    print("\n".join(turns_tables(found, tuple(TURN_ARMS))))
-    draw_turns(found, tuple(TURN_ARMS), cells.out / "turns.png")
+    found = by_training(cells.stored(), ("task",), TURN_ARMS)
+    tasks = {task: found[task,] for task in TURN_TASKS if (task,) in found}
+    print("\n".join(tables(tasks)))
+    draw_curves(tasks, {"accuracy": "right episodes"}, TURN_ARMS, cells.out / "turns.png")
   if cells.left:
     print(f"{len(cells.left)} parts are left, the first is {cells.left[0]}", flush=True)
 
