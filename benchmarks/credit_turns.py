@@ -1,10 +1,11 @@
 """Measures whether the credit of turns makes small models learn faster; see docs/turns.md.
 
-    python benchmarks/credit_turns.py --out=runs/credit_turns [--stages=train,tables]
+    python benchmarks/credit_turns.py --out=runs/credit_turns [--stages=train,truth,tables]
       [--cells=PATTERN,...] [--budget_minutes=N]
 
 The base model of each task imitates an imperfect player. `train` trains every arm with five seeds,
-with the same problems and sampling keys for all arms of a seed. `tables` prints the results as
+with the same problems and sampling keys for all arms of a seed. `truth` compares the credit that
+each arm gives to the base model's turns with their true advantages. `tables` prints the results as
 Markdown and draws OUT/turns.png. Every run is stored in OUT when it is done; the same command
 continues with those that are missing. Results of earlier sessions in `--results` count as done. It
 uses one core, and gives the same digits whenever it runs on the same kind of CPU.
@@ -33,8 +34,8 @@ if __name__ == "__main__" and hasattr(os, "sched_setaffinity"):
 prepare_jax()  # before JAX is imported
 
 import numpy as np
-from credit_arms import Arm
-from credit_tables import by_training
+from credit_arms import Arm, collector_of
+from credit_tables import by_training, of_kind
 from credit_training import Sizes, train_real
 from scipy import stats
 from study import (
@@ -50,6 +51,7 @@ from study import (
 )
 from turn_tasks import TURN_TASKS, config_of
 
+from gtpo_jax.logs.credit_scores import step_metrics
 from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.scoring.manager import RewardManager
@@ -57,10 +59,12 @@ from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.warm_start import base_model
 
-STAGES = ("train", "tables")
+STAGES = ("train", "truth", "tables")
 SEEDS = 5
 SIZES = Sizes(steps=12, every=12, problems=32, samples=4)
 LAST_STEPS = 4
+TRUTH_BATCHES = 4
+TRUTH_PROMPTS = 32  # of each
 # All arms are one algorithm, which trains on every group and averages over tokens.
 GTPO = {"name": "gtpo", "norm_scope": "group", "loss_aggregation": "token", "contrast": False}
 UNIFORM = {**GTPO, "alpha2": 0.0}
@@ -121,6 +125,31 @@ def train_cell(out: Path, task: str, arm: str, seed: int) -> dict[str, Any]:
     return train_real(config, worker, rewards, params, Arm(config.resolved_algorithm), SIZES)
 
 
+def run_truth(cells: Cells) -> None:
+  """Scores the credit of every arm on batches of each base model."""
+  for task in TRAINED:
+    settings = {"task": task, "batches": TRUTH_BATCHES, "prompts": TRUTH_PROMPTS}
+    make = functools.partial(truth_cell, cells.out, task)
+    cells.compute(f"truth-{task}", settings, make)
+
+
+def truth_cell(out: Path, task: str) -> dict[str, Any]:
+  """Returns the metrics `truth/turn_*` of each arm that the task trains, by batch."""
+  config = config_of(task, TURN_ARMS["state"], batch__prompts=TRUTH_PROMPTS)
+  worker = RolloutWorker(config)
+  algorithms = {arm: config_of(task, TURN_ARMS[arm]).resolved_algorithm for arm in TRAINED[task]}
+  found: dict[str, Any] = {arm: [] for arm in algorithms}
+  with contextlib.closing(RewardManager(config)) as rewards:
+    params = open_base(out, task, worker)
+    collector = collector_of(config, worker, rewards)
+    for _ in range(TRUTH_BATCHES):
+      batch = collector.collect(params, 0, print)
+      for arm, algorithm in algorithms.items():
+        metrics = step_metrics(algorithm, batch)
+        found[arm].append({key: x for key, x in metrics.items() if "/turn_" in key})
+  return {"arms": found}
+
+
 @functools.cache
 def shared_worker(task: str) -> RolloutWorker:
   """Returns the worker of all runs of a task, so that its programs are compiled once."""
@@ -162,6 +191,25 @@ def tables(tasks: dict[str, dict[str, Seeds]]) -> list[str]:
   return lines
 
 
+def truth_tables(found: dict[str, Any]) -> list[str]:
+  """Returns a table for each task: how the credit of arms agrees with the truth of turns."""
+  lines = []
+  for task, result in found.items():
+    keys = [
+      f"truth/turn_{score}/{player}"
+      for player in ("policy", "best")
+      for score in ("sign", "rank", "rank_episode")
+      if f"truth/turn_{score}/{player}" in next(iter(result["arms"].values()))[0]
+    ]
+    rows = [
+      [arm, *(mean_and_deviation([batch[key] for batch in batches], 2) for key in keys)]
+      for arm, batches in result["arms"].items()
+    ]
+    heads = [key.removeprefix("truth/turn_") for key in keys]
+    lines += ["", f"The base model of {task}", *table(("arm", *heads), rows)]
+  return lines
+
+
 def speeds(seeds: Seeds, others: Seeds) -> list[float]:
   """Returns the mean accuracy of batches after the first, of the seeds that others have too.
 
@@ -172,7 +220,9 @@ def speeds(seeds: Seeds, others: Seeds) -> list[float]:
 
 def accuracies(seeds: Seeds, first: int) -> list[float]:
   """Returns the mean accuracy of each seed's batches, from the index `first` on."""
-  return [float(np.mean([row["accuracy"] for row in run["curve"][first:]])) for run in seeds.values()]
+  return [
+    float(np.mean([row["accuracy"] for row in run["curve"][first:]])) for run in seeds.values()
+  ]
 
 
 def main() -> None:
@@ -181,10 +231,12 @@ def main() -> None:
   stages = args.stages.split(",")
   if "train" in stages:
     run_training(cells)
+  if "truth" in stages:
+    run_truth(cells)
   if "tables" in stages:
     found = by_training(cells.stored(), ("task",), TURN_ARMS)
     tasks = {task: found[task,] for task in TURN_TASKS if (task,) in found}
-    print("\n".join(tables(tasks)))
+    print("\n".join([*tables(tasks), *truth_tables(of_kind(cells.stored(), "truth"))]))
     draw_curves(tasks, {"accuracy": "right episodes"}, TURN_ARMS, cells.out / "turns.png")
   if cells.left:
     print(f"{len(cells.left)} parts are left, the first is {cells.left[0]}", flush=True)

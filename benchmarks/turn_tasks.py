@@ -27,7 +27,8 @@ class ThreeCalls:
 
   A call such as `46+37` is right if both numbers are left to add; their sum then takes their place.
   `=163` is the answer. There is no turn to spare, so a wrong call loses the sum for a player who
-  cannot add by himself. The row has the numbers.
+  cannot add by himself. Its truth is -1, as is that of a wrong answer to a sum that is not lost
+  yet; the truth of all other turns is 0. The row has the numbers.
   """
 
   def reset(self, row: Mapping[str, Any], seed: int) -> None:
@@ -38,10 +39,12 @@ class ThreeCalls:
 
   def step(self, turn: Turn) -> Step:
     """Answers a call, or ends the sum; see `Environment`."""
+    lost = len(self._left) > self._turns_left
     self._turns_left -= 1
     call = re.fullmatch(r"(\d{1,4})\+(\d{1,4})", turn.text)
     if call is None:
-      return Step(done=True, correct=turn.text == f"={self._total}")
+      correct = turn.text == f"={self._total}"
+      return Step(done=True, correct=correct, truth=0.0 if lost or correct else -1.0)
     numbers = [int(number) for number in call.groups()]
     rest = list(self._left)
     right = True
@@ -51,10 +54,11 @@ class ThreeCalls:
         rest.remove(number)
     if right:
       self._left = sorted([*rest, sum(numbers)])
+    truth = 0.0 if lost or len(self._left) <= self._turns_left else -1.0
     if not self._turns_left:
-      return Step(reward=float(right), done=True, correct=False)
+      return Step(reward=float(right), done=True, correct=False, truth=truth)
     state = f"{' '.join(map(str, self._left))} in {self._turns_left} turns"
-    return Step(str(sum(numbers)), reward=float(right), state=state)
+    return Step(str(sum(numbers)), reward=float(right), state=state, truth=truth)
 
 
 class Chain:

@@ -1,12 +1,11 @@
 """How well the credit of an algorithm agrees with the truth, on tasks that know it.
 
-Of tokens: in correct completions (O+), those to find are those that decide the verdict; in incorrect ones
-(O-), those that are wrong. The credit of a token is its advantage on O+ and its negative on O-.
-Credit is compared within completions only: how it differs between problems says nothing about
-tokens.
+Of tokens: in correct completions (O+), those to find decide the verdict; in incorrect ones (O-),
+they are wrong. The credit of a token is its advantage on O+ and its negative on O-. Credit is
+compared within completions only: how it differs between problems says nothing about tokens.
 
-Of turns: the truth of a turn is its true advantage, and its credit the mean advantage of its tokens.
-Turns are compared within the episodes of a prompt, and within single episodes.
+Of turns: the truth of a turn is its true advantage, and its credit is the mean advantage of its
+tokens. Turns are compared within the episodes of a prompt, and within single episodes.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ def step_metrics(algorithm: Algorithm, batch: Batch) -> dict[str, float]:
   return metrics
 
 
-def turn_metrics(
-  truth: np.ndarray, advantages: np.ndarray, mask: np.ndarray
-) -> dict[str, float]:
+def turn_metrics(truth: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> dict[str, float]:
   """Returns how well the credit of turns agrees with their true advantages.
 
   `known` is the share of the turns whose truth is known; the others cover these, in groups with

@@ -42,7 +42,7 @@ class Batch:
     metrics: statistics of all sampled completions, dropped ones included, and the time spent.
     spans: when the step's prompts were prefilled, its tokens decoded and its rewards awaited, in
       seconds since the beginning of the step.
-    episodes: [n][g]; None for a group that has none, or that had rewards before a resume.
+    episodes: [n][g]; None for a group that has none.
     turn_truth: f32[n, g, t] by player, on the host: the true advantages of turns
       (`rollout.scoring.turn_signals`); only of the players for whom some are known.
   """

@@ -16,7 +16,7 @@ from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.metrics import Tallies
-from gtpo_jax.environments.turns import Episode
+from gtpo_jax.environments.turns import Episode, load_episode, save_episode
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.buffer import CompletionBuffer
 
@@ -99,8 +99,7 @@ class Group:
     version: the number of updates when it began.
     snapshot: with an environment, a snapshot of the episodes of a group without rewards, as a text;
       "" if there is none.
-    episodes: with an environment, the g episodes of a group with rewards; None if it got its
-      rewards before the run was resumed.
+    episodes: with an environment, the g episodes of a group with rewards.
   """
 
   index: tuple[int, int]
@@ -231,7 +230,7 @@ def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
 def save_groups(config: Config, groups: Sequence[Group], begun: int) -> dict[str, np.ndarray]:
   """Returns groups as arrays for a checkpoint.
 
-  Their shapes depend only on the config, except that of the snapshots of unfinished episodes.
+  Their shapes depend only on the config, except that of the snapshots of episodes.
 
   Args:
     config: the run's config.
@@ -247,9 +246,9 @@ def save_groups(config: Config, groups: Sequence[Group], begun: int) -> dict[str
     arrays["complete"][i] = group.rewards is not None
     for name, x in _named_leaves((group.rollouts, group.rewards)).items():
       arrays[name][(i, *map(slice, x.shape))] = x  # the guide's completions may be missing
-  if any(group.snapshot for group in groups):
-    snapshots = json.dumps([group.snapshot for group in groups]).encode()
-    arrays[SNAPSHOTS] = np.frombuffer(snapshots, np.uint8)
+  of_group = lambda x: json.dumps(list(map(save_episode, x.episodes))) if x.episodes else x.snapshot
+  if any(snapshots := list(map(of_group, groups))):
+    arrays[SNAPSHOTS] = np.frombuffer(json.dumps(snapshots).encode(), np.uint8)
   return arrays
 
 
@@ -291,7 +290,9 @@ def restore_groups(
     row = row_of(rollouts, i)
     if arrays["complete"][i]:
       texts = decode([x[real] for x, real in zip(row.tokens, row.present, strict=True)])
-      groups.append(Group(index, problem, row, row_of(rewards, i), texts, version))
+      episodes = list(map(load_episode, json.loads(snapshots[i]))) if snapshots[i] else None
+      group = Group(index, problem, row, row_of(rewards, i), texts, version, episodes=episodes)
+      groups.append(group)
     else:
       own = policy_completions(row, config.policy_completions)
       groups.append(Group(index, problem, own, None, [], version, snapshots[i]))

@@ -45,7 +45,8 @@ class Oracle:
   def step(self, turn):
     self.turns.append(turn.text)
     code = zlib.crc32("/".join(self.turns).encode())
-    return Step(f"{code % 100}", reward=code % 5 / 4, done=code % 4 == 0, correct=code % 3 > 0)
+    step = {"reward": code % 5 / 4, "done": code % 4 == 0, "correct": code % 3 > 0}
+    return Step(f"{code % 100}", **step, truth=code % 7 / 6 - 0.5)
 
 
 async def player(row, client, seed):

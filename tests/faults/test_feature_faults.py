@@ -31,6 +31,8 @@ EPISODES = {
   **SETTINGS,
   "steps": 4,
   "algorithm.name": "gtpo",
+  "algorithm.turn_credit": "state",  # rewards and states of turns are kept with unfinished groups
+  "reward.parts": "correct,env*0.5",
   "algorithm.tis_cap": 2.0,
   "env.make": "run:Oracle",
   "env.max_turns": 4,
@@ -77,6 +79,7 @@ def check_undisturbed(name, rows, samples, step, leaves):
     assert any(len(sample["turns"]) == 3 for sample in samples)
   elif name == "episodes":  # some of which go on in the next step
     assert most("groups/unfinished") > 0 and most("env/turns") > 1.3
+    assert all(0 < row["truth/turn_known/best"] < 1 for row in rows[1:])
   else:
     assert 0 < rows[-1]["difficulty/tried"] < 1 and rows[-1]["difficulty/repeated"] > 0
 

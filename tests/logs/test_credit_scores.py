@@ -7,7 +7,13 @@ import pytest
 
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.logs.credit import credit_files, read_credit
-from gtpo_jax.logs.credit_scores import auroc, credit_scores, truth_metrics, turn_metrics, turn_table
+from gtpo_jax.logs.credit_scores import (
+  auroc,
+  credit_scores,
+  truth_metrics,
+  turn_metrics,
+  turn_table,
+)
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train
 

@@ -234,14 +234,21 @@ def test_a_stopped_step_is_sampled_again_and_closes_its_environments():
 # --- groups that are sampled over several steps ---
 
 
-def test_a_restored_collector_goes_on_alike(monkeypatch):
-  """The environments of unfinished groups are made again, and repeat their turns."""
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_restored_collector_goes_on_alike(monkeypatch, staleness):
+  """The environments of unfinished groups are made again, and repeat their turns.
+
+  Dynamic sampling keeps complete groups, with their episodes.
+  """
   monkeypatch.setattr(turn_queue, "GRACE_S", 5.0)  # turns are answered at the same time in all runs
-  config = env_config(2, **{"sampling.slots": 7})
+  dynamic = {"algorithm.dynamic_sampling": not staleness}
+  config = env_config(staleness, **{"sampling.slots": 7}, **dynamic)
   collector, _ = collect(config, 3)
   saved = {name: np.array(x) for name, x in collector.leftovers().items()}
-  assert saved["count"] and not saved["complete"][: saved["count"]].all()
-  assert b'"turns": [[[' in saved["snapshots"].tobytes().replace(b"\\", b"")
+  complete = saved["complete"][: saved["count"]]
+  assert len(complete) and (complete == (not staleness)).all()
+  snapshots = saved["snapshots"].tobytes().replace(b"\\", b"")
+  assert (b'"turns": [[[' if staleness else b'"states": [') in snapshots
   _, batches = collect(config, 2, collector=collector, first=3)
   collector._turns.discard()
   restored = make_collector(config)
@@ -250,6 +257,10 @@ def test_a_restored_collector_goes_on_alike(monkeypatch):
   for batch, other in zip(batches, others, strict=True):
     assert_equal(host(batch), host(other))
     assert batch.texts == other.texts
+    played = lambda x: [
+      [dataclasses.replace(y, seconds=0.0) for y in group] for group in x.episodes
+    ]
+    assert played(batch) == played(other)
   restored._turns.discard()
   wait_until_closed(Oracle, config)
 

@@ -59,9 +59,7 @@ def test_truths_of_tokens_by_hand():
   """The second group has no episodes; the last turn of an episode was not answered."""
   mask = np.array([[[1, 1, 0, 1], [1, 0, 1, 0]]] * 2, bool)
   truths = [(0.5, None), (-0.25,)]
-  played = [
-    dataclasses.replace(episode([0.0] * 2, ("", "a")), truths=values) for values in truths
-  ]
+  played = [dataclasses.replace(episode([0.0] * 2, ("", "a")), truths=values) for values in truths]
   rules = Rules(EpisodeLimits())
   nan = np.nan
   rows = [{"answer": "1"}, {}]

@@ -109,7 +109,9 @@ class Guess:
     the numbers that it finds from each state follows without sampling. From a state that no game of
     the batch has reached, it is the best player's. Numbers are equally probable, as in the data.
     """
-    games = [[_walk(row, episode) for episode in group] for row, group in zip(rows, episodes, strict=True)]
+    games = [
+      [_walk(row, episode) for episode in group] for row, group in zip(rows, episodes, strict=True)
+    ]
     guesses: dict[Left, list[int | None]] = collections.defaultdict(list)
     for left, guess in (step for group in games for game in group for step in game):
       guesses[left].append(guess)
