@@ -9,7 +9,12 @@ from gtpo_jax.config.config_files import (
   override,
 )
 from gtpo_jax.config.data_sections import DataSection, EnvSection, RewardSection
-from gtpo_jax.config.resolve import ResolvedModel, resolve_model, with_compute_dtype
+from gtpo_jax.config.resolve import (
+  ResolvedModel,
+  recorded_routes,
+  resolve_model,
+  with_compute_dtype,
+)
 from gtpo_jax.config.run_config import Config, flatten, resolved_dict, to_dict
 from gtpo_jax.config.sections import AlgorithmSection, MeshSection, ModelSection, SamplingSection
 
@@ -30,6 +35,7 @@ __all__ = [
   "load",
   "load_config",
   "override",
+  "recorded_routes",
   "resolve_model",
   "resolved_dict",
   "to_dict",

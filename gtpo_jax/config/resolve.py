@@ -16,6 +16,7 @@ from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.folder import find
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.sampling.buffer import RouteShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +46,25 @@ def resolve_model(config: Config, device: Any = None) -> ResolvedModel:
       short for the config's prompts and completions.
   """
   folder = _find_folder(config.model.path) if config.model.path else None
-  if folder:
-    architecture = read_config(folder, config.model.param_dtype)
-  else:
-    architecture = PRESETS[config.model.preset]
+  architecture = _architecture(config, folder)
   device = jax.devices()[0] if device is None else device
   dtype, reason = compute_dtype_for(config.model.compute_dtype, device, architecture.width)
   architecture = config.model.with_formats(architecture, dtype)
   if folder:
     config.check_context(architecture)
   return ResolvedModel(folder, architecture, reason)
+
+
+def recorded_routes(config: Config) -> RouteShape | None:
+  """Returns the shape of the choices of experts that are recorded; None without experts."""
+  folder = _find_folder(config.model.path) if config.model.path else None
+  return RouteShape.of(_architecture(config, folder))
+
+
+def _architecture(config: Config, folder: Path | None) -> ModelConfig:
+  if folder:
+    return read_config(folder, config.model.param_dtype)
+  return PRESETS[config.model.preset]
 
 
 def with_compute_dtype(config: Config, dtype: str) -> Config:

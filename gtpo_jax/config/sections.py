@@ -49,6 +49,10 @@ class ModelSection:
       memory allows it and the run is long enough, and "full" otherwise.
     attention: attention over complete sequences: "splash" (TPU kernel), "cudnn" (GPU kernel,
       16-bit types) or "blocks" (XLA); "" selects the best one for the platform.
+    router_replay: in a mixture of experts, the update computes each token with the experts that
+      computed it when it was sampled; otherwise with those that its own rounding chooses.
+    router_balance: in a mixture of experts, the weight of the load-balancing loss (2101.03961,
+      eqs. 4-6), which is 1 if all experts get equal shares; 0 for none.
     lora_rank: rank of the LoRA adapters, which are then the only trained parameters (in float32,
       whatever param_dtype is); 0 trains all weights.
     lora_alpha: the adapters are scaled by lora_alpha / lora_rank.
@@ -69,6 +73,8 @@ class ModelSection:
   attention: str = ""
   lora_rank: int = setting(0, bound=at_least(0))
   lora_alpha: float = setting(32.0, bound=ABOVE_0)
+  router_replay: bool = True
+  router_balance: float = setting(0.0, bound=at_least(0))
   lora_targets: str = "q,k,v,o,gate,up,down"
   quantize: str = ""
 
@@ -82,6 +88,8 @@ class ModelSection:
       matmul_precision=self.matmul_precision,
       remat="full" if self.remat == AUTO else self.remat,
       attention=self.attention,
+      router_replay=self.router_replay,
+      router_balance=self.router_balance,
       lora=Lora(self.lora_rank, self.lora_alpha, targets),
       quantize=self.quantize,
     )

@@ -27,7 +27,7 @@ class Mixture:
     per_token: how many of them compute each token.
     mlp: features of each.
     normalised: whether the weights of the chosen experts are divided by their sum.
-    shared: features of an expert that computes all tokens; 0 for none.
+    shared: features of an expert that computes all tokens, with a gate; 0 for none.
   """
 
   experts: int

@@ -1,4 +1,4 @@
-"""Published models of up to 72 B parameters by name, and the tiny model of the built-in task."""
+"""Published models by name, and the tiny models of the built-in task."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from gtpo_jax.models.attention.rope_scaling import Linear, Llama3Scaling, Yarn
 from gtpo_jax.models.config import ModelConfig
-from gtpo_jax.models.kinds import LayerKind
+from gtpo_jax.models.kinds import LayerKind, Mixture
 
 
 def _model(
@@ -55,7 +55,23 @@ def _olmo3(*sizes: int) -> ModelConfig:
   return _model(100278, *sizes, context=65536, biases=(), model_type="olmo3", **features)
 
 
+def _mixture(
+  model_type: str, *sizes: int, mixture: Mixture, biases: tuple[str, ...] = (), **features: Any
+) -> ModelConfig:
+  """Returns a model with a mixture of experts in each layer."""
+  kinds = (LayerKind(mlp="experts"),)
+  features |= {"model_type": model_type, "kinds": kinds, "mixture": mixture, "biases": biases}
+  return _model(*sizes, **features)
+
+
 TINY = ModelConfig(vocab_size=384, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=352)
+# As TINY, but its MLPs are experts of which three compute a token, of the same size together.
+TINY_MOE = dataclasses.replace(
+  TINY,
+  model_type="qwen2_moe",
+  kinds=(LayerKind(mlp="experts"),),
+  mixture=Mixture(experts=8, per_token=2, mlp=88, normalised=True, shared=176),
+)
 QWEN2_5 = {
   "0.5b": _model(151936, 896, 24, 14, 2, 4864, head_dim=64, tied=True),
   "1.5b": _model(151936, 1536, 28, 12, 2, 8960, tied=True),
@@ -72,6 +88,7 @@ LLAMA_3_1_70B = _llama3(8192, 80, 64, 8, 28672, factor=8.0)
 
 PRESETS: dict[str, ModelConfig] = {
   "tiny": TINY,
+  "tiny-moe": TINY_MOE,
   **{f"qwen2.5-{size}": model for size, model in QWEN2_5.items()},
   **{
     f"qwen2.5-math-{size}": dataclasses.replace(QWEN2_5[size], **MATH)
@@ -83,6 +100,33 @@ PRESETS: dict[str, ModelConfig] = {
   "qwen3-8b": _qwen3(4096, 36, 32, 8, 12288),
   "qwen3-14b": _qwen3(5120, 40, 40, 8, 17408),
   "qwen3-32b": _qwen3(5120, 64, 64, 8, 25600),
+  "qwen3-30b-a3b": _mixture(
+    "qwen3_moe",
+    *(151936, 2048, 48, 32, 4, 6144),
+    context=40960,
+    mixture=Mixture(128, 8, 768, normalised=True),
+  ),
+  "qwen3-235b-a22b": _mixture(
+    "qwen3_moe",
+    *(151936, 4096, 94, 64, 4, 12288),
+    context=40960,
+    mixture=Mixture(128, 8, 1536, normalised=True),
+  ),
+  "qwen1.5-moe-a2.7b": _mixture(
+    "qwen2_moe",
+    *(151936, 2048, 24, 16, 16, 5632),
+    context=8192,
+    biases=("q", "k", "v"),
+    mixture=Mixture(60, 4, 1408, shared=5632),
+  ),
+  "olmoe-1b-7b": _mixture(
+    "olmoe",
+    *(50304, 2048, 16, 16, 16, 1024),
+    context=4096,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    mixture=Mixture(64, 8, 1024),
+  ),
   "llama-3-8b": _llama3(4096, 32, 32, 8, 14336),
   "llama-3-70b": _llama3(8192, 80, 64, 8, 28672),
   "llama-3.1-8b": LLAMA_3_1_8B,

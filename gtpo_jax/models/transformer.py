@@ -28,7 +28,12 @@ from gtpo_jax.models.declaration import declare
 from gtpo_jax.models.delta.layer import GatedDeltaNet
 from gtpo_jax.models.embedding import embedding_lookup
 from gtpo_jax.models.experts.module import Experts
-from gtpo_jax.models.experts.routing import RecordedRoutes, RouterStatistics, Routing
+from gtpo_jax.models.experts.routing import (
+  RecordedRoutes,
+  RouterStatistics,
+  Routing,
+  routes_of_inputs,
+)
 from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.kinds import ATTENTION, DELTA, LayerKind, Stack
 from gtpo_jax.models.layers import MATRIX_INIT, Dense, RMSNorm, normalised
@@ -331,14 +336,10 @@ class Transformer(nn.Module):
     if begins is not None:
       offset = _places(begins, t)
       inputs = jnp.where(offset == 0, last, inputs)
-    inputs_routes = None
     if routes is not None:
-      first = jnp.broadcast_to(prompts.routes[:, None, -1:], routes[:, :, :1].shape)
-      inputs_routes = jnp.concatenate([first, routes[:, :, :-1]], axis=2)
-      if begins is not None:
-        inputs_routes = jnp.where((offset == 0)[..., None, None], first, inputs_routes)
-      if packing is not None:
-        inputs_routes = packing.pack(inputs_routes)
+      is_first = None if begins is None else offset == 0
+      routes = routes_of_inputs(prompts.routes, routes, is_first)
+      routes = routes if packing is None else packing.pack(routes)
     prompt_mask = prompts.mask.at[:, -1].set(False)[:, None]
     segment = None
     ranges = None
@@ -363,7 +364,7 @@ class Transformer(nn.Module):
     )
     recorded = None
     if routes is not None:
-      recorded = RecordedRoutes((prompts.routes[:, None], inputs_routes), shares)
+      recorded = RecordedRoutes((prompts.routes[:, None], routes), shares)
     outputs, statistics = self._run_layers(streams, masks_by_stream, recorded)
     return outputs[1], statistics
 

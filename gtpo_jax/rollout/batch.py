@@ -119,14 +119,14 @@ class Placement:
     batch = config.batch
     model = worker.model
     corrections = config.resolved_algorithm.recipe.corrections
-    scorer = lambda model: make_scorer(
-      model, config.sampling.temperature, batch.parts, batch.head_chunk
+    scorer = lambda model, replays=False: make_scorer(
+      model, config.sampling.temperature, batch.parts, batch.head_chunk, replays
     )
     self._config = config
     self._worker = worker
     self._mesh = model.mesh
     self._pack = batch.pack
-    self._rescore = scorer(model) if corrections.needs_rescoring else None
+    self._rescore = scorer(model, True) if corrections.needs_rescoring else None
     self._scorers = {name: (scorer(model), params) for name, (model, params) in scorers.items()}
     self._keep_guided = jax.jit(
       lambda log_probs, rollouts: jnp.where(

@@ -13,10 +13,11 @@ import numpy as np
 
 from gtpo_jax.algorithms import has_contrast
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
-from gtpo_jax.config import Config
+from gtpo_jax.config import Config, recorded_routes
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.environments.turns import Episode, load_episode, save_episode
+from gtpo_jax.models.experts.routing import no_route, route_dtype
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.buffer import CompletionBuffer
 
@@ -153,6 +154,11 @@ def append_guided(own: Rollouts, guided: Rollouts) -> Rollouts:
     added = added.replace(versions=np.full_like(guided.tokens, own.versions.max(initial=0)))
   if own.drawn_log_probs is not None:
     added = added.replace(drawn_log_probs=guided.log_probs)
+  # The guide's experts are those of another router.
+  added = added.replace(routes=None)
+  if own.routes is not None:
+    shape = (*guided.tokens.shape, *own.routes.shape[-2:])
+    added = added.replace(routes=np.full(shape, no_route(own.routes.dtype), own.routes.dtype))
   flagged = own.replace(prompts=None, guided=np.zeros(own.finished.shape, bool))
   joined = jax.tree.map(lambda *x: np.concatenate(x), flagged, added)
   return joined.replace(prompts=own.prompts)
@@ -172,16 +178,19 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
   completion_flag = like(jnp.bool_, n, g)
   completion_float = like(jnp.float32, n, g)
   prompts = lambda p: Prompts(like(jnp.int32, n, p), like(jnp.int32, n))
+  shape = recorded_routes(config)
+  routes = lambda *x: shape and like(route_dtype(shape.experts), *x, shape.layers, shape.per_token)
   teacher_prompts = prompts(config.teacher_prompt_tokens) if config.teacher.prompt else None
   c = config.conversations
   rollouts = Rollouts(
-    prompts=prompts(p),
+    prompts=prompts(p).replace(routes=routes(n, p)),
     tokens=like(jnp.int32, n, g, t),
     present=like(jnp.bool_, n, g, t),
     mask=like(jnp.bool_, n, g, t),
     log_probs=token_float,
     entropy=token_float,
     finished=completion_flag,
+    routes=routes(n, g, t),
     guided=completion_flag if settings.guide_completions else None,
     stale=completion_flag if settings.dynamic_sampling or config.sampling.staleness else None,
     versions=like(jnp.int32, n, g, t) if config.sampling.staleness else None,

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gtpo_jax.arrays import Rollouts
+from gtpo_jax.models.config import ModelConfig
+from gtpo_jax.models.experts.routing import no_route, route_dtype
 from gtpo_jax.sampling.batches import pad_prompts
 from gtpo_jax.sampling.session import Progress, Request
 from gtpo_jax.sampling.stop_strings import StopStrings
+
+
+class RouteShape(NamedTuple):
+  """The recorded choices of a token: of `layers` with experts, `per_token` of `experts` each."""
+
+  layers: int
+  per_token: int
+  experts: int
+
+  @classmethod
+  def of(cls, config: ModelConfig) -> RouteShape | None:
+    """Returns that of a model; None without experts."""
+    if (m := config.mixture) is None:
+      return None
+    return cls(len(config.expert_layers), m.per_token, m.experts)
+
+  def empty(self, *leading: int) -> np.ndarray:
+    """Returns an array [*leading, layers, per_token] of choices that were not recorded."""
+    dtype = route_dtype(self.experts)
+    return np.full((*leading, self.layers, self.per_token), no_route(dtype), dtype)
+
 
 Pair = tuple[int, int]  # the (row, index) of a completion
 Tokens = dict[str, np.ndarray]  # tokens with all that is known of them, by the names of `OF_TOKENS`
@@ -38,6 +61,9 @@ class CompletionBuffer:
   pad: int  # the padding id
   stop: StopStrings | None  # those of every turn
   begins: np.ndarray | None = None  # i32[n, g, c], as in `Rollouts`; the caller sets it
+  # As in `Rollouts`, and those of prompts [n, p, ...], padded on the left; None without experts.
+  routes: np.ndarray | None = None
+  prompt_routes: np.ndarray | None = None
 
   @classmethod
   def empty(
@@ -48,8 +74,10 @@ class CompletionBuffer:
     t: int,
     pad: int,
     stop: StopStrings | None = None,
+    routes: RouteShape | None = None,
+    prompt_width: int = 0,
   ) -> CompletionBuffer:
-    """Returns a buffer without tokens, [n, g, t]."""
+    """Returns a buffer without tokens, [n, g, t]; with `routes`, it has those of prompts too."""
     n, g = limits.shape
     return cls(
       prompts=list(prompts),
@@ -65,7 +93,14 @@ class CompletionBuffer:
       finished=np.zeros((n, g), bool),
       pad=pad,
       stop=stop,
+      routes=routes and routes.empty(n, g, t),
+      prompt_routes=routes and routes.empty(n, prompt_width),
     )
+
+  @property
+  def of_tokens(self) -> tuple[str, ...]:
+    """The names of what is known of each token."""
+    return OF_TOKENS if self.routes is None else (*OF_TOKENS, "routes")
 
   @property
   def lengths(self) -> np.ndarray:
@@ -92,7 +127,7 @@ class CompletionBuffer:
   def tokens_of(self, i: int, j: int) -> Tokens:
     """Returns what completion j of prompt i has."""
     present = self.present[i, j]
-    return {name: getattr(self, name)[i, j, present] for name in OF_TOKENS}
+    return {name: getattr(self, name)[i, j, present] for name in self.of_tokens}
 
   def replace(self, i: int, j: int, tokens: Tokens, finished: bool) -> None:
     """Replaces the tokens of a completion that is not being sampled, in the form of `tokens_of`."""
@@ -100,9 +135,15 @@ class CompletionBuffer:
     for name, values in tokens.items():
       row = getattr(self, name)[i, j]
       row[:length] = values
-      row[length:] = self.pad if name == "tokens" else 0
+      row[length:] = self._nothing(name)
     self.present[i, j] = np.arange(self.present.shape[2]) < length
     self.finished[i, j] = finished
+
+  def _nothing(self, name: str) -> int:
+    """Returns what an array of tokens has where there is no token."""
+    if name == "routes":
+      return no_route(self.routes.dtype)
+    return self.pad if name == "tokens" else 0
 
   def read(self, i: int, j: int, tokens: Sequence[int]) -> None:
     """Adds tokens that were not drawn to a completion, so that it has another turn.
@@ -125,7 +166,8 @@ class CompletionBuffer:
   def extend(self, other: CompletionBuffer) -> None:
     """Adds the rows of another buffer."""
     self.prompts.extend(other.prompts)
-    for name in _ARRAYS:
+    optional = () if self.routes is None else ("routes", "prompt_routes")
+    for name in (*_ARRAYS, *optional):
       setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
 
   def restore(self, i: int, completions: Rollouts) -> None:
@@ -134,6 +176,9 @@ class CompletionBuffer:
       getattr(self, name)[i] = getattr(completions, name)
     if completions.drawn_log_probs is not None:
       self.drawn_log_probs[i] = completions.drawn_log_probs
+    if self.routes is not None:
+      self.routes[i] = completions.routes
+      self.prompt_routes[i] = completions.prompts.routes
 
   def completion(self, i: int, j: int) -> np.ndarray:
     """Returns the tokens so far of completion j of prompt i, i32[length]."""
@@ -142,13 +187,14 @@ class CompletionBuffer:
   def rollouts(self, width: int) -> Rollouts:
     """Returns the completions with their prompts padded to `width`, in the same host arrays."""
     return Rollouts(
-      prompts=pad_prompts(self.prompts, width, self.pad),
+      prompts=pad_prompts(self.prompts, width, self.pad).replace(routes=self.prompt_routes),
       tokens=self.tokens,
       present=self.present,
       mask=self.mask,
       log_probs=self.log_probs,
       entropy=self.entropy,
       finished=self.finished,
+      routes=self.routes,
     )
 
   def request(self, i: int, j: int) -> Request | None:
@@ -166,8 +212,13 @@ class CompletionBuffer:
     tokens = self.tokens[i, j, :length]
     return Request(self.keys[i, j], int(self.limits[i, j]), tokens, search, name=(i, j))
 
-  def write(self, progress: Progress) -> list[Pair]:
-    """Writes what requests got, which are named by pairs; returns those that have ended."""
+  def write(self, progress: Progress, prompts: Sequence[int] = ()) -> list[Pair]:
+    """Writes what requests got, which are named by pairs; returns those that have ended.
+
+    Args:
+      progress: of the session.
+      prompts: the session's numbers of the rows.
+    """
     chunk = progress.chunk
     step, slot = np.nonzero(np.arange(len(chunk.mask))[:, None] < progress.counts)
     pairs = np.asarray([x.name if x else (-1, -1) for x in progress.requests])
@@ -176,8 +227,27 @@ class CompletionBuffer:
     self.mask[at] = True
     for field in _FROM_CHUNK:
       getattr(self, field)[at] = getattr(chunk, field)[step, slot]
+    if self.routes is not None:
+      self.routes[at] = chunk.routes[step, slot]
+      self._write_read(progress, prompts)
     self.finished[tuple(pairs[progress.finished].T)] = True
     return [progress.requests[slot].name for slot in np.flatnonzero(progress.ended)]
+
+  def _write_read(self, progress: Progress, prompts: Sequence[int]) -> None:
+    """Writes the routes of tokens that were read.
+
+    Those of a prompt are from its latest reading. Tokens that were drawn keep those that they had
+    then, with which the log-prob of the next token was computed.
+    """
+    for i, number in enumerate(prompts):
+      if number in progress.prompt_routes:
+        read = progress.prompt_routes[number]
+        self.prompt_routes[i, self.prompt_routes.shape[1] - len(read) :] = read
+    for request, read in progress.read_routes:
+      i, j = request.name
+      row = self.routes[i, j, : len(read)]
+      is_context = ~self.mask[i, j, : len(read)]
+      row[is_context] = read[is_context]
 
 
 _FROM_CHUNK = ("tokens", "log_probs", "entropy", "drawn_log_probs", "plain_log_probs")

@@ -20,7 +20,7 @@ from gtpo_jax.runtime.chips import compute_capability
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
 from gtpo_jax.sampling.batches import pad_prompts
-from gtpo_jax.sampling.buffer import CompletionBuffer, Pair
+from gtpo_jax.sampling.buffer import CompletionBuffer, Pair, RouteShape
 from gtpo_jax.sampling.dense.programs import DensePrograms
 from gtpo_jax.sampling.paged.programs import PagedPrograms
 from gtpo_jax.sampling.programs import KEYS_AT_ONCE, Programs, ProgramSettings
@@ -139,7 +139,10 @@ class Engine:
     left = np.minimum(self.max_tokens, context - lengths)
     limits = np.minimum(token_limits.astype(np.int32), left[:, None])
     stop = self._stop_strings
-    return CompletionBuffer.empty(prompts, keys, limits, self.max_tokens, self.pad, stop)
+    routes = RouteShape.of(self.model.config)
+    return CompletionBuffer.empty(
+      prompts, keys, limits, self.max_tokens, self.pad, stop, routes, self.max_prompt_tokens
+    )
 
   def completion_keys(self, key: jax.Array, n: int, group: int) -> np.ndarray:
     """Returns PRNG key data u32[n, group, 2]: for completion j of prompt i, `key` with i, then j.
@@ -275,7 +278,7 @@ class BufferSession:
     progress = session.step(more_may_come)
     engine.spans.extend(progress.spans)
     engine.statistics = session.statistics
-    return self.buffer.write(progress)
+    return self.buffer.write(progress, self._prompts)
 
   def join(self, requests: Sequence[Request]) -> None:
     """Adds next turns of completions, which their requests are named by."""

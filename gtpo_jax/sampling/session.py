@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -84,8 +84,8 @@ class Progress(NamedTuple):
   ended: np.ndarray
   chunk: Chunk
   spans: list[Span]
-  prompt_routes: dict[int, np.ndarray]
-  read_routes: list[tuple[Request, np.ndarray]]
+  prompt_routes: Mapping[int, np.ndarray] = {}
+  read_routes: Sequence[tuple[Request, np.ndarray]] = ()
 
 
 class Pace:

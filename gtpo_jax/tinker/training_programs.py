@@ -78,7 +78,7 @@ def make_programs(model: Transformer) -> TrainingPrograms:
     inputs = (model, combine(trained, frozen), reading_of(rows), settings)
     if per_token:
       loss = scaled(token_losses, scale)
-      total, log_probs, entropy, _ = loss_and_score(*inputs, loss, rows.inputs)
+      total, log_probs, entropy, *_ = loss_and_score(*inputs, loss, rows.inputs)
     else:
       log_probs, entropy = score(*inputs)
       total = scale * sequence_loss(log_probs, rows.inputs)

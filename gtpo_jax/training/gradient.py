@@ -10,11 +10,18 @@ import jax.numpy as jnp
 
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.arrays import Rollouts, Signals, masked_sum
+from gtpo_jax.models.experts.routing import RouterStatistics, expert_shares, routes_of_inputs
 from gtpo_jax.models.lora import combine
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.training.head_logits import Comparison
-from gtpo_jax.training.log_probs import Reading, Teaching, head_settings, loss_and_score, score
+from gtpo_jax.training.log_probs import (
+  Reading,
+  Teaching,
+  head_settings,
+  loss_and_score,
+  score_with_routers,
+)
 from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
 
@@ -41,6 +48,7 @@ class Scores(NamedTuple):
   entropy: jax.Array  # f32[n, g, t]
   selected: jax.Array | None = None  # bool[n, g, t], if the objective selects tokens
   comparison: Comparison | None = None  # [n, g, t], if a teacher's distributions are matched
+  router: RouterStatistics | None = None  # [n, g, t], at each token's input, if there are experts
 
   def loss(self, algorithm: Algorithm, signals: Signals) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss f32[] of these scores, and its metrics."""
@@ -50,6 +58,37 @@ class Scores(NamedTuple):
       weights = signals.teacher_weights
       loss += masked_sum(weights * self.comparison.divergence, weights != 0)
     return loss, metrics
+
+
+class Balance(NamedTuple):
+  """What the load-balancing loss of a minibatch is computed from.
+
+  Attributes:
+    shares: as in `RecordedRoutes`, of the minibatch.
+    weight: f32[], of each token.
+  """
+
+  shares: jax.Array
+  weight: jax.Array
+
+
+def balance_of(model: Transformer, rollouts: Rollouts) -> Balance | None:
+  """Returns what the load-balancing loss of a minibatch needs; None without that loss.
+
+  The shares are those of the recorded choices, so the loss is a sum over tokens, and micro-batches
+  do not change it.
+
+  Raises:
+    ValueError: no choices were recorded.
+  """
+  c = model.config
+  if not (c.router_balance and c.mixture):
+    return None
+  if rollouts.routes is None:
+    raise ValueError("the load-balancing loss needs the recorded choices of experts")
+  inputs = routes_of_inputs(rollouts.prompts.routes, rollouts.routes)
+  shares = expert_shares(inputs, rollouts.present, c.mixture.experts)
+  return Balance(shares, c.router_balance / jnp.maximum(rollouts.present.sum(), 1))
 
 
 # (trained parameters, frozen parameters, minibatch, PRNG key) -> (gradient of the loss, scores)
@@ -78,14 +117,34 @@ def make_gradient(
   scale = loss_scale(model.config)
   token_loss = scaled(algorithm.token_loss, scale)
 
-  def policy(trained: Params, frozen: FrozenParams, rollouts: Rollouts) -> tuple[Any, ...]:
-    return model, combine(trained, frozen.policy), Reading.of(rollouts)
+  def policy(
+    trained: Params, frozen: FrozenParams, rollouts: Rollouts, balance: Balance | None = None
+  ) -> tuple[Any, ...]:
+    reading = Reading.of(rollouts)._replace(shares=balance and balance.shares)
+    return model, combine(trained, frozen.policy), reading
 
   def loss_fn(
-    trained: Params, frozen: FrozenParams, minibatch: Minibatch, key: jax.Array
+    trained: Params,
+    frozen: FrozenParams,
+    minibatch: Minibatch,
+    key: jax.Array,
+    balance: Balance | None,
+  ) -> tuple[jax.Array, Scores]:
+    loss, scores = policy_loss(trained, frozen, minibatch, key, balance)
+    if balance is not None:
+      terms = jnp.where(minibatch.rollouts.present, scores.router.balance, 0)
+      loss += scale * balance.weight * terms.sum()
+    return loss, jax.lax.stop_gradient(scores)
+
+  def policy_loss(
+    trained: Params,
+    frozen: FrozenParams,
+    minibatch: Minibatch,
+    key: jax.Array,
+    balance: Balance | None,
   ) -> tuple[jax.Array, Scores]:
     rollouts, signals = minibatch
-    inputs_of_policy = policy(trained, frozen, rollouts)
+    inputs_of_policy = policy(trained, frozen, rollouts, balance)
     if algorithm.recipe.per_token and (signals.selected is not None or not selects):
       teaching = None
       if teacher:
@@ -97,33 +156,38 @@ def make_gradient(
           rollouts.for_teacher.prompts,
           weights,
         )
-      loss, log_probs, entropy, comparison = loss_and_score(
+      loss, log_probs, entropy, comparison, router = loss_and_score(
         *inputs_of_policy, settings, token_loss, signals.of_tokens(), teaching
       )
-      return loss, Scores(log_probs, entropy, signals.selected, comparison)
-    log_probs, entropy = score(*inputs_of_policy, settings)
+      return loss, Scores(log_probs, entropy, signals.selected, comparison, router)
+    log_probs, entropy, router = score_with_routers(*inputs_of_policy, settings)
     signals = _with_selection(algorithm, signals, log_probs, key)
-    scores = Scores(log_probs, entropy, signals.selected)
+    scores = Scores(log_probs, entropy, signals.selected, router=router)
     loss, _ = scores.loss(algorithm, signals)
     return loss if scale == 1 else scale * loss, scores
 
   def part_gradient(
-    trained: Params, frozen: FrozenParams, minibatch: Minibatch, key: jax.Array
+    trained: Params,
+    frozen: FrozenParams,
+    minibatch: Minibatch,
+    key: jax.Array,
+    balance: Balance | None,
   ) -> tuple[Params, Scores]:
-    grads, scores = jax.grad(loss_fn, has_aux=True)(trained, frozen, minibatch, key)
+    grads, scores = jax.grad(loss_fn, has_aux=True)(trained, frozen, minibatch, key, balance)
     return unscale(grads, scale), scores
-
-  if micro_batches == 1:
-    return part_gradient
 
   def gradient(
     trained: Params, frozen: FrozenParams, minibatch: Minibatch, key: jax.Array
   ) -> tuple[Params, Scores]:
+    balance = balance_of(model, minibatch.rollouts)
+    if micro_batches == 1:
+      return part_gradient(trained, frozen, minibatch, key, balance)
+
     def score_part(rollouts: Rollouts) -> jax.Array:
-      return score(*policy(trained, frozen, rollouts), without_gradient)[0]
+      return score_with_routers(*policy(trained, frozen, rollouts), without_gradient)[0]
 
     def accumulate(total: Params, part: Minibatch) -> tuple[Params, Scores]:
-      grads, scores = part_gradient(trained, frozen, part, key)
+      grads, scores = part_gradient(trained, frozen, part, key, balance)
       return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), scores
 
     if selects:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from gtpo_jax.algorithms import Distillation
 from gtpo_jax.arrays import Packing, Prompts, Rollouts
+from gtpo_jax.models.experts.routing import RouterStatistics
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import named_sharding
@@ -35,17 +36,22 @@ class Reading(NamedTuple):
     packing: the rows that completions share; None if each has its own.
     targets: i32[n, g, t], tokens whose log-probs are computed after the same ones; None for
       `tokens`.
+    routes: `Rollouts.routes`, with which tokens are computed as `ModelConfig.router_replay` says;
+      None if nothing was recorded. The prompts have their own.
+    shares: as in `RecordedRoutes`.
   """
 
   prompts: Prompts
   tokens: jax.Array
   packing: Packing | None = None
   targets: jax.Array | None = None
+  routes: jax.Array | None = None
+  shares: jax.Array | None = None
 
   @classmethod
   def of(cls, rollouts: Rollouts) -> Reading:
     """Returns what the trainer reads of rollouts."""
-    return cls(rollouts.prompts, rollouts.tokens, rollouts.packing)
+    return cls(rollouts.prompts, rollouts.tokens, rollouts.packing, routes=rollouts.routes)
 
 
 class Teaching(NamedTuple):
@@ -82,9 +88,16 @@ def score(
   The distribution is softmax(logits / temperature). With a packing, values after the end of a
   completion are arbitrary. The `settings` are from `head_settings`.
   """
-  outputs = log_probs_and_entropy(*_head_inputs(model, params, reading), settings)
-  log_probs, entropy = (_to_completions(x, reading) for x in outputs)
-  return log_probs, entropy
+  return score_with_routers(model, params, reading, settings)[:2]
+
+
+def score_with_routers(
+  model: Transformer, params: Params, reading: Reading, settings: HeadSettings
+) -> tuple[jax.Array, jax.Array, RouterStatistics | None]:
+  """Returns what `score` does, and the statistics of the routers [n, g, t]; None if dense."""
+  *head_inputs, router = _head_inputs(model, params, reading)
+  outputs = (*log_probs_and_entropy(*head_inputs, settings), router)
+  return jax.tree.map(lambda x: _to_completions(x, reading), outputs)
 
 
 def loss_and_score(
@@ -95,11 +108,12 @@ def loss_and_score(
   token_loss: TokenLoss,
   signals: Any,
   teaching: Teaching | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, Comparison | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, Comparison | None, RouterStatistics | None]:
   """Returns the loss f32[], and the same log-probs and entropies f32[n, g, t] as `score`.
 
-  With `teaching`, the loss includes the divergence from the teacher. The last result is the
-  comparison with the teacher at each token [n, g, t], or None.
+  With `teaching`, the loss includes the divergence from the teacher. The last results are the
+  comparison with the teacher at each token [n, g, t], or None, and the statistics of the routers,
+  whose `balance` has a gradient too; None without experts.
 
   The gradient is computed together with the loss, and flows only through the loss.
 
@@ -116,35 +130,37 @@ def loss_and_score(
     return _to_rows(per_token, reading.packing)
 
   tokens = reading.tokens
-  hidden, table, row_tokens = _head_inputs(model, params, reading)
+  hidden, table, row_tokens, router = _head_inputs(model, params, reading)
   teacher = None
   if teaching is not None:
     params = jax.lax.stop_gradient(teaching.params)
     read = Reading(teaching.prompts, tokens, reading.packing)
-    states, teacher_table, _ = _head_inputs(teaching.model, params, read)
+    states, teacher_table, *_ = _head_inputs(teaching.model, params, read)
     weights = to_rows(teaching.weights)
     teacher = TeacherStates(states, teacher_table, weights, teaching.distillation)
   loss, *outputs = loss_and_log_probs(
     token_loss, hidden, table, row_tokens, jax.tree.map(to_rows, signals), settings, teacher
   )
-  # The comparison is None without a teacher.
-  of_completions = jax.tree.map(lambda x: _to_completions(x, reading), outputs)
+  # The comparison is None without a teacher, and the statistics without experts.
+  of_completions = jax.tree.map(lambda x: _to_completions(x, reading), [*outputs, router])
   return loss, *of_completions
 
 
 @functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
 def make_scorer(
-  model: Transformer, temperature: float, micro_batches: int, chunk: int
+  model: Transformer, temperature: float, micro_batches: int, chunk: int, replays: bool = False
 ) -> Callable[[Params, Rollouts], jax.Array]:
   """Returns a jitted function (params, rollouts) -> log-probs f32[n, g, t] of the sampled tokens.
 
-  The log-probs are in nats, computed with the trainer's forward pass, and 0 on padding.
+  The log-probs are in nats, computed with the trainer's forward pass, and 0 on padding. Only the
+  policy that sampled the tokens `replays` its choices of experts.
   """
 
   settings = head_settings(model, temperature, chunk)
 
   def log_probs(params: Params, rollouts: Rollouts) -> jax.Array:
     def score_part(x: Rollouts) -> jax.Array:
+      x = x if replays else x.replace(routes=None)
       scores, _ = score(model, params, Reading.of(x), settings)
       return jnp.where(x.mask, scores, 0.0)
 
@@ -155,17 +171,21 @@ def make_scorer(
 
 def _head_inputs(
   model: Transformer, params: Params, reading: Reading
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, RouterStatistics | None]:
   """Returns the states [b, t, d] that predict each token, the head [v, d] and tokens i32[b, t].
 
-  With targets, it returns these in place of the tokens.
+  With targets, it returns these in place of the tokens. The last result are the statistics of the
+  routers, in the shape of the rows.
   """
-  prompts, tokens, packing, targets = reading
-  hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
+  prompts, tokens, packing, targets, *recorded = reading
+  hidden, router = model.apply(
+    {"params": params}, prompts, tokens, packing, *recorded, method="completion_states"
+  )
   return (
     hidden.reshape(-1, *hidden.shape[2:]),
     model.apply({"params": params}, method="head_table"),
     _to_rows(tokens if targets is None else targets, packing),
+    router,
   )
 
 

@@ -12,6 +12,7 @@ import optax
 
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.arrays import Rewards, Rollouts, Signals
+from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
@@ -27,6 +28,7 @@ from gtpo_jax.training.update_metrics import (
   distillation_metrics,
   mean_over_updates,
   mismatch_metrics,
+  router_metrics,
 )
 
 Metrics = dict[str, jax.Array]  # f32[] each
@@ -97,7 +99,9 @@ def make_update(
   gradient = make_gradient(model, algorithm, temperature, micro_batches, head_chunk, teacher)
   # With several devices, an element of a parameter would have to be sent to all of them.
   orders_moments = model.mesh.size == 1 and model.mesh.devices.flat[0].platform == "cpu"
-  gradient_update = _make_gradient_update(algorithm, optimizer, gradient, orders_moments)
+  gradient_update = _make_gradient_update(
+    algorithm, optimizer, gradient, orders_moments, model.config
+  )
 
   def update(
     state: TrainState, rollouts: Rollouts, rewards: Rewards, teacher_params: Params | None = None
@@ -192,7 +196,11 @@ def _scan_minibatches(
 
 
 def _make_gradient_update(
-  algorithm: Algorithm, optimizer: Optimizer, gradient: GradientFn, orders_moments: bool
+  algorithm: Algorithm,
+  optimizer: Optimizer,
+  gradient: GradientFn,
+  orders_moments: bool,
+  config: ModelConfig,
 ) -> GradientUpdateFn:
   """Returns a function that makes one gradient update.
 
@@ -222,11 +230,15 @@ def _make_gradient_update(
     if scores.comparison is not None:
       correct = signals.correct[..., None]
       metrics |= distillation_metrics(*scores.comparison, signals.own, signals.own, correct)
+    if scores.router is not None:
+      metrics |= router_metrics(config, rollouts, scores.router)
+      if config.router_balance:
+        loss += config.router_balance * metrics["router/balance"]
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # Even without a gradient, weight decay and momentum would move the parameters.
     empty = ~(mask & (signals.advantages != 0)).any()
-    if algorithm.settings.kl_weight or bonus or teacher:
+    if algorithm.settings.kl_weight or bonus or teacher or config.router_balance:
       empty = ~mask.any()
 
     before = TrainableState(
@@ -251,7 +263,7 @@ def _make_gradient_update(
     }
     if used_coef is not None:
       outcome["entropy/coef"] = used_coef
-    mismatch = mismatch_metrics(rollouts, scores.log_probs)
+    mismatch = mismatch_metrics(rollouts, scores.log_probs, scores.router)
     gradient_metrics = {"loss": loss, "grad_norm": grad_norm}
     return trainable, UpdateMetrics(mask.any(), gradient_metrics, metrics, outcome, mismatch)
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from gtpo_jax.algorithms.corrections import Corrections
 from gtpo_jax.algorithms.diagnostics import effective_sample_size, surprise_metrics
 from gtpo_jax.arrays import Rewards, Rollouts, masked_mean, mean_or_nan
+from gtpo_jax.models.config import ModelConfig
+from gtpo_jax.models.experts.routing import RouterStatistics, expert_shares
 
 
 class UpdateMetrics(NamedTuple):
@@ -124,26 +126,60 @@ def distillation_metrics(
   }
 
 
-def mismatch_metrics(rollouts: Rollouts, log_probs: jax.Array) -> dict[str, jax.Array]:
+def router_metrics(
+  config: ModelConfig, rollouts: Rollouts, router: RouterStatistics
+) -> dict[str, jax.Array]:
+  """Returns how the routers of a mixture of experts distribute tokens, f32[] each.
+
+  `router/entropy` is the mean entropy of their distributions over experts, in nats.
+  `router/largest_share` is the largest share of the recorded choices of a layer that one expert
+  got, over all layers; 1 / experts if all get the same. `router/balance` is the load-balancing loss
+  without its weight, if there is one.
+
+  Args:
+    config: the architecture.
+    rollouts: the minibatch.
+    router: [n, g, t], at the inputs of the tokens.
+  """
+  metrics = {"router/entropy": mean_or_nan(router.entropy, rollouts.present)}
+  if rollouts.routes is not None:
+    shares = expert_shares(rollouts.routes, rollouts.present, config.mixture.experts)
+    metrics["router/largest_share"] = shares.max()
+  if config.router_balance:
+    metrics["router/balance"] = masked_mean(router.balance, rollouts.present)
+  return metrics
+
+
+def mismatch_metrics(
+  rollouts: Rollouts, log_probs: jax.Array, router: RouterStatistics | None = None
+) -> dict[str, jax.Array]:
   """Returns how much the log-probs of sampler and trainer differ for the same parameters.
 
   Tokens of a guide or of an earlier step's policy are left out; without other tokens, the metrics
   are NaN. `mismatch/kl` is the k3 estimate of KL(sampler || trainer), >= 0.
 
+  `mismatch/router` is the share of tokens whose input the trainer's routers would have sent to
+  other experts than the sampler's in any layer, `mismatch/router_layers` its mean over layers.
+
   Args:
     rollouts: completions sampled from the current parameters, before any update on them.
     log_probs: f32[n, g, t], the trainer's log-probs with the same parameters; not used if the
       rollouts are rescored.
+    router: [n, g, t], the statistics of the trainer's routers, if there are experts.
   """
   fresh = rollouts.mask
   for flag in (rollouts.guided, rollouts.stale):
     fresh = fresh if flag is None else fresh & ~flag[..., None]
   trainer_log_probs = log_probs if rollouts.rescored is None else rollouts.rescored
   gap = jnp.where(fresh, trainer_log_probs - rollouts.log_probs, 0.0)
-  return {
+  metrics = {
     "mismatch/max_abs_logp": jnp.where(fresh.any(), jnp.abs(gap).max(), jnp.nan),
     "mismatch/kl": mean_or_nan(jnp.expm1(gap) - gap, fresh),
   }
+  if router is not None and rollouts.routes is not None:
+    metrics["mismatch/router"] = mean_or_nan(router.any_differs, fresh)
+    metrics["mismatch/router_layers"] = mean_or_nan(router.differs, fresh)
+  return metrics
 
 
 def correction_metrics(

@@ -62,6 +62,10 @@ PUBLISHED = {  # numbers of parameters, as on the models' pages
   "olmo-2-1b": 1_484_916_736,
   "olmo-2-7b": 7_298_617_344,
   "olmo-3-7b": 7_298_011_136,
+  "qwen3-30b-a3b": 30_532_122_624,
+  "qwen3-235b-a22b": 235_093_634_560,
+  "qwen1.5-moe-a2.7b": 14_315_784_192,
+  "olmoe-1b-7b": 6_919_161_856,
 }
 
 

@@ -66,6 +66,23 @@ class RecordedRoutes:
     return RecordedRoutes(tuple(map(take, self.ids)), shares)
 
 
+def routes_of_inputs(
+  prompt: jax.Array, routes: jax.Array, is_first: jax.Array | None = None
+) -> jax.Array:
+  """Returns the recorded choices for the inputs of completions, [n, g, t, layers, k].
+
+  Args:
+    prompt: [n, p, layers, k], those of the prompts, whose last token is the first input.
+    routes: [n, g, t, layers, k], those of the completions' tokens.
+    is_first: bool[n, g, t], the first inputs of conversations; None if each completion is one.
+  """
+  first = jnp.broadcast_to(prompt[:, None, -1:], routes[:, :, :1].shape)
+  inputs = jnp.concatenate([first, routes[:, :, :-1]], axis=2)
+  if is_first is None:
+    return inputs
+  return jnp.where(is_first[..., None, None], first, inputs)
+
+
 def route_dtype(experts: int) -> np.dtype:
   """Returns the format of recorded choices; its largest value stands for none."""
   return np.dtype(np.uint8 if experts < 2**8 else np.uint16)

@@ -21,7 +21,7 @@ from gtpo_jax.environments.turns import Episode, Stop
 from gtpo_jax.environments.writers import Ask, Drawn
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.sampling.buffer import OF_TOKENS, CompletionBuffer, Pair, Tokens
+from gtpo_jax.sampling.buffer import CompletionBuffer, Pair, Tokens
 from gtpo_jax.sampling.engine import BufferSession
 from gtpo_jax.sampling.session import Request
 from gtpo_jax.serving.outputs import new_search
@@ -217,7 +217,7 @@ class _AgentRow(list[_Conversation]):
     if number == len(self):
       twins = sum(conversation.begin == tokens for conversation in self)
       key = conversation_key(self._buffer.keys[self._at], tokens, twins)
-      nothing = {name: getattr(self._buffer, name)[0, 0, :0] for name in OF_TOKENS}
+      nothing = {name: getattr(self._buffer, name)[0, 0, :0] for name in self._buffer.of_tokens}
       self.append(_Conversation(tokens, key, nothing))
     self._buffer.replace(*self._at, self[number].tokens, finished=False)
     self[number].tokens = None
@@ -229,7 +229,7 @@ class _AgentRow(list[_Conversation]):
     order = lambda x: (-len(x.tokens["tokens"]), x.key.tobytes())
     parts = [conversation.tokens for conversation in sorted(self, key=order)]
     if parts:
-      joined = {name: np.concatenate([x[name] for x in parts]) for name in OF_TOKENS}
+      joined = {name: np.concatenate([x[name] for x in parts]) for name in parts[0]}
       ends = np.cumsum([len(x["tokens"]) for x in parts])
       self._buffer.begins[(*self._at, slice(1, len(parts)))] = ends[:-1]
       self._buffer.limits[self._at] = ends[-1]
