@@ -101,7 +101,7 @@ def behaviour_table(out: Path, algorithms: list[str], seeds: list[str]) -> list[
       row for seed in seeds for row in read_metrics(out / f"{algorithm}-{seed}")[-LAST_STEPS:]
     ]
     means[algorithm] = {
-      key: np.nanmean([row[key] for row in rows])
+      key: np.nanmean([row[key] for row in rows if key in row])
       for key in BEHAVIOUR
       if any(key in row for row in rows)
     }

@@ -11,12 +11,13 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
+from toys import small_run
 
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.integrity import check_integrity
 from gtpo_jax.checkpoint.opening import run_params
 from gtpo_jax.checkpoint.workdir import claim, load_config
-from gtpo_jax.config import default_config, difference, freeze
+from gtpo_jax.config import difference
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.logs import display
 from gtpo_jax.logs.credit import credit_files, read_credit
@@ -65,25 +66,20 @@ EIGHT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}  # devices
 
 
 def small_config(**changes):
-  config = default_config()
-  config.steps = 4
-  config.model.compute_dtype = "float32"  # as a run records it
-  config.data.terms = 2
-  config.data.max_prompt_tokens = 20
-  config.sampling.max_tokens = 18
-  config.batch.prompts = 8
-  config.batch.group = 4
-  config.batch.micro_batches = 2
-  config.warm_start.steps, config.warm_start.batch = 10, 8
-  config.eval.every = 2
-  config.eval.problems = 12
-  config.eval.samples = 2
-  config.eval.batch = 8
-  config.checkpoint.every = 2
-  config.optimizer.learning_rate = 1e-3
-  with config.unlocked():
-    config.update_from_flattened_dict(changes)
-  return freeze(config)
+  common = {
+    "steps": 4,
+    "model.compute_dtype": "float32",  # as a run records it
+    "sampling.max_tokens": 18,
+    "batch.micro_batches": 2,
+    "warm_start.steps": 10,
+    "warm_start.batch": 8,
+    "eval.every": 2,
+    "eval.problems": 12,
+    "eval.samples": 2,
+    "checkpoint.every": 2,
+    "log.tensorboard": True,
+  }
+  return small_run(**{**common, **changes})
 
 
 def run(config, workdir, stopping=lambda: False):

@@ -9,10 +9,10 @@ import pytest
 from etils import epath
 from flax.traverse_util import flatten_dict
 from meshes import mesh_of
+from toys import small_run
 
 from gtpo_jax.checkpoint.checkpoints import PARAMS, Checkpoints
 from gtpo_jax.checkpoint.integrity import check_integrity
-from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
@@ -114,21 +114,11 @@ def test_another_base_model_is_refused(tmp_path):
     Checkpoints(folder).restore(model, OPTIMIZER)
 
 
-def config_of(**changes):
-  config = default_config()
-  config.steps = 2
-  config.data.terms = 2
-  config.data.max_prompt_tokens, config.sampling.max_tokens = 20, 18
-  config.batch.prompts, config.batch.group = 8, 4
-  config.model.lora_rank = 2
-  config.warm_start.steps = 0
-  config.algorithm.contrast = False
-  config.optimizer.learning_rate = 1e-2
-  config.eval.every, config.eval.problems, config.eval.samples, config.eval.batch = 0, 4, 1, 4
-  config.log.tensorboard = False
-  with config.unlocked():
-    config.update_from_flattened_dict(changes)
-  return freeze(config)
+def adapters(**changes):
+  common = {"steps": 2, "model.lora_rank": 2, "warm_start.steps": 0, "sampling.max_tokens": 18}
+  common |= {"algorithm.contrast": False, "optimizer.learning_rate": 1e-2}
+  common |= {"eval.problems": 4, "eval.batch": 4}
+  return small_run(**{**common, **changes})
 
 
 def lasting(workdir):
@@ -169,7 +159,7 @@ def test_a_run_resumes_bit_for_bit(source, hf, tmp_path):
     changes = {}
   if source == "warm start":
     changes |= {"warm_start.steps": 2, "warm_start.batch": 8}
-  go = lambda name, **more: train(config_of(**changes, **more), tmp_path / name, Display(False))
+  go = lambda name, **more: train(adapters(**changes, **more), tmp_path / name, Display(False))
   go("whole")
   go("halves", steps=1)
   go("halves", steps=2)
@@ -194,7 +184,7 @@ def test_a_run_resumes_bit_for_bit(source, hf, tmp_path):
 @pytest.mark.slow
 def test_a_changed_base_model_is_refused_in_one_line(hf, tmp_path):
   folder = shutil.copytree(hf, tmp_path / "hf")
-  config = config_of(**{"model.path": str(folder), "steps": 1})
+  config = adapters(**{"model.path": str(folder), "steps": 1})
   train(config, tmp_path / "run", Display(False))
   shutil.rmtree(folder)
   model = Transformer(PRESETS["tiny"], single_device_mesh())

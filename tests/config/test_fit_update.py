@@ -5,8 +5,9 @@ import itertools
 
 import jax
 import pytest
+from toys import config_of
 
-from gtpo_jax.config import Config, default_config, freeze
+from gtpo_jax.config import Config
 from gtpo_jax.config.updates import describe_update, fit_update, update_bytes
 from gtpo_jax.models import PRESETS
 from gtpo_jax.models.config import REMAT
@@ -15,10 +16,9 @@ from gtpo_jax.runtime.chips import CHIPS
 ONE_DEVICE = {"data": 1, "expert": 1, "fsdp": 1, "context": 1, "tensor": 1}
 
 
-def config_of(preset, **values):
+def run_of(preset, **values):
   """A run of 16 prompts of 512 tokens x 16 completions of up to 1,024 tokens."""
-  config = default_config()
-  values = {
+  common = {
     "model.preset": preset,
     "model.compute_dtype": "bfloat16",
     "model.random_weights": True,
@@ -27,17 +27,14 @@ def config_of(preset, **values):
     "batch.prompts": 16,
     "batch.group": 16,
     "warm_start.steps": 0,
-    **values,
   }
-  with config.unlocked():
-    config.update_from_flattened_dict(values)
-  return freeze(config)
+  return config_of(**{**common, **values})
 
 
 def chosen(chip, preset, **values):
   devices = jax.devices()[:1]
   usable = chip and chip.usable_memory
-  config = fit_update(config_of(preset, **values), devices, chip, usable)
+  config = fit_update(run_of(preset, **values), devices, chip, usable)
   return config.model.remat, config.batch.micro_batches
 
 
@@ -66,12 +63,12 @@ def test_a_cpu_recomputes_layers_in_one_micro_batch():
 
 
 def test_what_is_set_stays():
-  config = config_of("tiny", **{"model.remat": "attention", "batch.micro_batches": 2})
+  config = run_of("tiny", **{"model.remat": "attention", "batch.micro_batches": 2})
   assert fit_update(config, jax.devices()[:1], CHIPS["h100"], 2**20) is config
 
 
 def test_less_recomputation_and_fewer_micro_batches_need_more_memory():
-  config = config_of("qwen2.5-0.5b")
+  config = run_of("qwen2.5-0.5b")
   c = dataclasses.replace(PRESETS["qwen2.5-0.5b"], compute_dtype="bfloat16")
   needs = lambda remat, parts: update_bytes(config, c, ONE_DEVICE, remat, parts)
   for more, less in itertools.pairwise(REMAT):

@@ -3,15 +3,12 @@
 They end as if nothing had happened, in one process and in two.
 """
 
-import jax
 import numpy as np
 import pytest
 from processes import SETTINGS, read_result, start, start_two
+from toys import save_llama
 
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.models import ModelConfig, Transformer, init_params
-from gtpo_jax.models.hf.save import save
-from gtpo_jax.runtime.mesh import single_device_mesh
 
 AGENTS = {
   **SETTINGS,
@@ -141,28 +138,11 @@ def test_two_processes_do_the_same_also_after_one_is_killed(name, events, tmp_pa
   assert two(tmp_path / "run", RUNS[name]) == whole
 
 
-TEACHER = ModelConfig(
-  vocab_size=390,
-  width=64,
-  layers=2,
-  heads=2,
-  kv_heads=2,
-  head_dim=32,
-  mlp=96,
-  tied=False,
-  biases=(),
-  model_type="llama",
-  context=64,
-)
-
-
 @pytest.mark.manual
 @pytest.mark.parametrize("divergence", ["reverse_kl", "sampled"])
 def test_two_processes_with_a_teacher_equal_one_and_resume(divergence, tmp_path):
   """One process with two devices samples the same completions and moves to the same policy."""
-  model = Transformer(TEACHER, single_device_mesh())
-  params = init_params(model, jax.random.key(5))
-  save(model, params, load_chat().tokenizer, tmp_path / "llama")
+  save_llama(tmp_path / "llama", load_chat().tokenizer)
   settings = SETTINGS | {
     "steps": 3,
     "algorithm.name": "opd",

@@ -11,9 +11,9 @@ import types
 import jax
 import numpy as np
 import pytest
+from toys import small_run
 
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
-from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
@@ -29,22 +29,7 @@ T = 14
 
 
 def make_config(**changes):
-  config = default_config()
-  config.steps = 3
-  config.data.terms = 2
-  config.data.max_prompt_tokens = 20
-  config.sampling.max_tokens = T
-  config.batch.prompts = 8
-  config.batch.group = 4
-  config.eval.every = 0
-  config.eval.problems = 8
-  config.eval.samples = 1
-  config.eval.batch = 8
-  config.checkpoint.every = 3
-  config.log.tensorboard = False
-  with config.unlocked():
-    config.update_from_flattened_dict(changes)
-  return freeze(config)
+  return small_run(**{"steps": 3, "sampling.max_tokens": T, "checkpoint.every": 3, **changes})
 
 
 def save_base_model(workdir, config, stop_logit):

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from toys import small_run
 
-from gtpo_jax.config import default_config, freeze
 from gtpo_jax.logs.credit import credit_files, read_credit
 from gtpo_jax.logs.credit_scores import (
   auroc,
@@ -120,24 +120,18 @@ def test_turns_by_hand():
 
 
 def forks_config(**changes):
-  config = default_config()
-  config.steps = 1
-  config.data.train = "forks"
-  config.data.terms = 1
-  config.data.filler = 1
-  config.data.max_prompt_tokens = 20
-  config.sampling.max_tokens = 9
-  config.batch.prompts = 8
-  config.batch.group = 8
-  config.warm_start.steps = 60
-  config.warm_start.batch = 64
-  config.warm_start.optimizer.learning_rate = 6e-3
-  config.eval.every = 0
-  config.eval.problems = 8
-  config.eval.samples = 1
-  config.log.tensorboard = False
-  config.update_from_flattened_dict(changes)
-  return freeze(config)
+  common = {
+    "steps": 1,
+    "data.train": "forks",
+    "data.terms": 1,
+    "data.filler": 1,
+    "sampling.max_tokens": 9,
+    "batch.group": 8,
+    "warm_start.steps": 60,
+    "warm_start.batch": 64,
+    "warm_start.optimizer.learning_rate": 6e-3,
+  }
+  return small_run(**{**common, **changes})
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from family_cases import FAMILY_CASES
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hf_folders import hf_folder, our_greedy, our_logits, padded_batch
 from meshes import mesh_of
+from toys import config_of
 
-from gtpo_jax.config import default_config, freeze
 from gtpo_jax.models import PRESETS, abstract_params, init_params, load, save
 from gtpo_jax.models.config import Lora
 from gtpo_jax.models.formats.quantize import dequantize, quantize, scale_shape
@@ -185,7 +185,5 @@ def test_an_unknown_format_is_rejected():
   ],
 )
 def test_impossible_settings_are_rejected(changes, message):
-  config = default_config()
-  with config.unlocked(), pytest.raises(UserError, match=message):
-    config.update_from_flattened_dict(changes)
-    freeze(config)
+  with pytest.raises(UserError, match=message):
+    config_of(**changes)

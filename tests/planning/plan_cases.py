@@ -3,8 +3,7 @@
 import importlib.util
 
 import pytest
-
-from gtpo_jax.config import default_config, freeze
+from toys import config_of
 
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
@@ -18,7 +17,4 @@ needs_cuda_plugin = pytest.mark.skipif(
 
 def small_config(**changes):
   """The default config on fsdp 2 x tensor 2, with these values by dotted name."""
-  config = default_config()
-  with config.unlocked():
-    config.update_from_flattened_dict({"mesh.fsdp": 2, "mesh.tensor": 2, **changes})
-  return freeze(config)
+  return config_of(**{"mesh.fsdp": 2, "mesh.tensor": 2, **changes})

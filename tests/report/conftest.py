@@ -6,8 +6,8 @@ import types
 import pytest
 from pages import open_report
 from shared_folders import create_once
+from toys import small_run
 
-from gtpo_jax.config import default_config, freeze
 from gtpo_jax.logs.credit import credit_files, read_credit
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train
@@ -42,31 +42,28 @@ def second_seed(tmp_path_factory):
   return create_once(tmp_path_factory, "second_seed", create) / "gtpo-1"
 
 
+COMMON = {
+  "steps": 2,
+  "sampling.max_tokens": 18,
+  "batch.micro_batches": 2,
+  "warm_start.steps": 20,
+  "warm_start.batch": 8,
+  "reward.verifier": "a_verifier:verify",
+  "eval.every": 10,
+  "eval.problems": 12,
+  "eval.samples": 2,
+  "log.credit_groups": 3,
+}
+
+
 def train_runs(folder, rows):
   """Trains a run for each name in `rows`, with these changes of the config."""
   module = types.ModuleType("a_verifier")
   module.verify = mixed_verdicts
   sys.modules["a_verifier"] = module
   for name, changes in rows.items():
-    config = default_config()
-    config.steps = 2
-    config.data.terms = 2
-    config.data.max_prompt_tokens = 20
-    config.sampling.max_tokens = 18
-    config.batch.prompts = 8
-    config.batch.group = 4
-    config.batch.micro_batches = 2
-    config.warm_start.steps = 20
-    config.warm_start.batch = 8
-    config.reward.verifier = "a_verifier:verify"
-    config.eval.problems = 12
-    config.eval.samples = 2
-    config.eval.batch = 8
-    config.optimizer.learning_rate = 1e-3
-    config.log.credit_groups = 3
-    config.log.tensorboard = False
-    config.update_from_flattened_dict(changes)
-    assert train(freeze(config), folder / name, Display(enabled=False)).finished
+    config = small_run(**COMMON | changes)
+    assert train(config, folder / name, Display(enabled=False)).finished
   del sys.modules["a_verifier"]
 
 

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
+from toys import small_run
 
-from gtpo_jax.config import default_config, freeze
 from gtpo_jax.models.params import init_params
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rollout.collector import Collector
@@ -19,27 +19,11 @@ T = 14
 
 
 def config_of(name="dapo", **changes):
-  config = default_config()
-  config.steps = 3
-  config.data.terms = 2
-  config.data.max_prompt_tokens = 20
-  config.sampling.max_tokens = T
-  config.batch.prompts = N
-  config.batch.group = G
-  config.eval.every = 0
-  config.eval.problems = 8
-  config.eval.samples = 1
-  config.eval.batch = 8
-  config.checkpoint.every = 1
-  config.checkpoint.keep = 5
-  config.log.tensorboard = False
-  config.optimizer.learning_rate = 1e-3
-  config.algorithm.name = name
-  with config.unlocked():
-    config.update_from_flattened_dict(
-      {"algorithm.guide_completions": 1, **changes} if name == "dapo_mixed" else changes
-    )
-  return freeze(config)
+  common = {"steps": 3, "checkpoint.every": 1, "checkpoint.keep": 5, "algorithm.name": name}
+  common |= {"batch.prompts": N, "batch.group": G, "sampling.max_tokens": T}
+  if name == "dapo_mixed":
+    common["algorithm.guide_completions"] = 1
+  return small_run(**{**common, **changes})
 
 
 @pytest.fixture(autouse=True)

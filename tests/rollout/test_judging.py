@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 from judge_server import after, serving
+from toys import config_of
 
-from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.rollout.groups import EndedCompletion
@@ -27,13 +27,10 @@ def by_text(message, count):
 
 @contextlib.contextmanager
 def managing(url, **changes):
-  config = default_config()
-  config.algorithm.name = "grpo"
-  with config.unlocked():
-    judge = {"base_url": url, "model": "m", "template": "{prompt}|{completion}|{answer}"}
-    config.update_from_flattened_dict({f"reward.judge.{key}": x for key, x in judge.items()})
-    config.update_from_flattened_dict(changes)
-  with contextlib.closing(RewardManager(freeze(config))) as manager:
+  judge = {"base_url": url, "model": "m", "template": "{prompt}|{completion}|{answer}"}
+  judge = {f"reward.judge.{key}": value for key, value in judge.items()}
+  config = config_of(**{"algorithm.name": "grpo", **judge, **changes})
+  with contextlib.closing(RewardManager(config)) as manager:
     yield manager
 
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from toys import config_of
 
-from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train
@@ -19,13 +19,6 @@ from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sandbox import bubblewrap
-
-
-def config_of(**changes):
-  config = default_config()
-  with config.unlocked():
-    config.update_from_flattened_dict(changes)
-  return freeze(config)
 
 
 def sums(path, rows):

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from toys import config_of
 
 from gtpo_jax import algorithms
 from gtpo_jax.config import default_config, freeze
@@ -83,11 +84,7 @@ not_a_function = 3
 
 
 def manager_of(name="gtpo", **changes):
-  config = default_config()
-  config.algorithm.name = name
-  with config.unlocked():
-    config.update_from_flattened_dict(changes)
-  return RewardManager(freeze(config))
+  return RewardManager(config_of(**{"algorithm.name": name, **changes}))
 
 
 def score_with(manager):
@@ -223,10 +220,7 @@ def test_a_function_that_ends_the_program_is_named(error, message):
 
 
 def function_manager(function, **changes):
-  config = default_config()
-  with config.unlocked():
-    config.update_from_flattened_dict({"reward.verifier": "here:f", **changes})
-  return RewardManager(freeze(config), function)
+  return RewardManager(config_of(**{"reward.verifier": "here:f", **changes}), function)
 
 
 def numbered(values):

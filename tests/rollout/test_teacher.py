@@ -13,6 +13,7 @@ from experience_cases import (
   config_of,
   random_worker,
 )
+from toys import LLAMA, save_llama
 
 from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
@@ -21,7 +22,7 @@ from gtpo_jax.config import resolve_model, resolved_dict
 from gtpo_jax.config.updates import frozen_bytes, run_demand
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train as train_run
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.hf.save import save
 from gtpo_jax.models.params import abstract_params, matmul_params
 from gtpo_jax.planning.run_programs import RunPrograms, build_model
@@ -33,28 +34,11 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import bytes_per_device, single_device_mesh
 from gtpo_jax.training.log_probs import make_scorer
 
-# Another family than the student's, and another size.
-LLAMA = ModelConfig(
-  vocab_size=390,
-  width=64,
-  layers=2,
-  heads=2,
-  kv_heads=2,
-  head_dim=32,
-  mlp=96,
-  tied=False,
-  biases=(),
-  model_type="llama",
-  context=64,
-)
-
 
 @pytest.fixture
 def llama(tmp_path):
   """Returns the folder, the model and the parameters of a small Llama with our tokenizer."""
-  model = Transformer(LLAMA, single_device_mesh())
-  params = init_params(model, jax.random.key(5))
-  save(model, params, random_worker()[0].chat.tokenizer, tmp_path / "llama")
+  model, params = save_llama(tmp_path / "llama", random_worker()[0].chat.tokenizer)
   return tmp_path / "llama", model, params
 
 

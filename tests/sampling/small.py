@@ -5,14 +5,15 @@ import functools
 import jax
 import numpy as np
 from scores import jitted_score
+from toys import TOY
 
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.sampling.engine import DEFAULT_DEMAND, Engine
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
-CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
+CONFIG = TOY
 ENGINE_CONFIG = EngineConfig(chunk=4)
 STOP = (7, 11)
 PAD = 3

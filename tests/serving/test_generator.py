@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 from meshes import mesh_of
+from toys import TOY
 
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
@@ -17,7 +18,7 @@ from gtpo_jax.serving.jobs import Completion, ScoreJob
 
 pytestmark = pytest.mark.slow
 
-CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
+CONFIG = TOY
 LOGIT_SCALE = 4
 STOP = (7, 11)
 RNG = np.random.default_rng(0)

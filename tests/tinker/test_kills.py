@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from command_line import free_port
 from killed_server import PLACES
 from live import abort_connections, make_folder, need_client, sampled
 
@@ -37,11 +37,6 @@ PACKAGES = os.pathsep.join(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
   return make_folder(tmp_path_factory.mktemp("model") / "tiny")
-
-
-def free_port():
-  with socket.create_server(("127.0.0.1", 0)) as listener:
-    return listener.getsockname()[1]
 
 
 class Server:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from meshes import mesh_of
 from scores import jitted_score
+from toys import TOY
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.formats.products import einsum, matmul_float32
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.distributed import fetch
@@ -22,7 +23,7 @@ from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
-CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
+CONFIG = TOY
 N = 8
 G = 4
 P = 5

@@ -1,0 +1,58 @@
+"""Small models and small runs that the tests of several folders use."""
+
+import jax
+
+from gtpo_jax.config import default_config, freeze
+from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models.hf.save import save
+from gtpo_jax.runtime.mesh import single_device_mesh
+
+TOY = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
+# Another family than that of a run's policy, and another size, for our tokenizer.
+LLAMA = ModelConfig(
+  vocab_size=390,
+  width=64,
+  layers=2,
+  heads=2,
+  kv_heads=2,
+  head_dim=32,
+  mlp=96,
+  tied=False,
+  biases=(),
+  model_type="llama",
+  context=64,
+)
+SMALL_RUN = {  # by dotted name
+  "data.terms": 2,
+  "data.max_prompt_tokens": 20,
+  "sampling.max_tokens": 14,
+  "batch.prompts": 8,
+  "batch.group": 4,
+  "eval.every": 0,
+  "eval.problems": 8,
+  "eval.samples": 1,
+  "eval.batch": 8,
+  "optimizer.learning_rate": 1e-3,
+  "log.tensorboard": False,
+}
+
+
+def config_of(**changes):
+  """Returns the default config with these values by dotted name."""
+  config = default_config()
+  with config.unlocked():
+    config.update_from_flattened_dict(changes)
+  return freeze(config)
+
+
+def small_run(**changes):
+  """Returns the config of a small run on sums, with these values by dotted name."""
+  return config_of(**{**SMALL_RUN, **changes})
+
+
+def save_llama(folder, tokenizer):
+  """Saves a small Llama with random weights; returns its model and parameters."""
+  model = Transformer(LLAMA, single_device_mesh())
+  params = init_params(model, jax.random.key(5))
+  save(model, params, tokenizer, folder)
+  return model, params
