@@ -100,11 +100,9 @@ def behaviour_table(out: Path, algorithms: list[str], seeds: list[str]) -> list[
     rows = [
       row for seed in seeds for row in read_metrics(out / f"{algorithm}-{seed}")[-LAST_STEPS:]
     ]
-    means[algorithm] = {
-      key: np.nanmean([row[key] for row in rows if key in row])
-      for key in BEHAVIOUR
-      if any(key in row for row in rows)
-    }
+    # A step may have no value, such as an entropy of O+ without correct completions.
+    measured = {key: [row[key] for row in rows if row.get(key) is not None] for key in BEHAVIOUR}
+    means[algorithm] = {key: np.mean(values) for key, values in measured.items() if values}
   keys = [key for key in BEHAVIOUR if any(key in found for found in means.values())]
   lines = (
     [algorithm, *(f"{found[key]:.3g}" if key in found else "" for key in keys)]

@@ -52,7 +52,7 @@ def test_a_tpu_that_is_not_attached(times):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"mesh.data": 3}, r"data 3 x fsdp 2 x context 1 x tensor 2 does not fit 8 device\(s\)"),
+    ({"mesh.data": 3}, r"data 3 x expert 1 x fsdp 2 x context 1 x tensor 2 does not fit 8 device"),
     (
       {"mesh.context": 2, "sampling.max_tokens": 41},
       "sampling.max_tokens = 41 is not a multiple of mesh.context x mesh.tensor = 4",
