@@ -27,6 +27,7 @@ from gtpo_jax.runtime.mesh import (
   axis_size,
   constrain,
   divisible_axis,
+  indivisible_error,
   partition_spec,
   reduce_scatter_axis,
   shard_index,
@@ -115,6 +116,10 @@ class Experts(nn.Module):
     """Returns the weighted sum of the outputs of the chosen experts."""
     mesh = self.mesh
     declared = [matrix() for matrix in (self.gate, self.up, self.down)]
+    for matrix, names in declared:
+      for name, size in zip(names.kernel, matrix.kernel.shape, strict=True):
+        if size % axis_size(mesh, name):
+          raise indivisible_error(name, size, mesh)
     matrices, axes = zip(*map(self._splittable, declared), strict=True)
     batch = divisible_axis(mesh, h.shape[0], "batch")
     tokens = partition_spec((batch, None, divisible_axis(mesh, h.shape[2], "position"), None))
