@@ -152,8 +152,8 @@ class EnvSection(EpisodeLimits):
       a program in the sandbox of rewards, with its limits.
     agent: a program that plays episodes by itself, as module:function: its async run(row, client,
       seed) sends requests to the policy. "" for none.
-    parser: how the model writes calls: "hermes" (Qwen, Hermes), "llama3", "mistral", "none", or
-      "auto" for what the tokenizer shows.
+    parser: how the model writes calls: "hermes" (Qwen, Hermes), "llama3", "mistral", "olmo3",
+      "qwen3_coder" (Qwen3.5), "none", or "auto" for what the tokenizer shows.
   """
 
   make: str = ""

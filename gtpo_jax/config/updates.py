@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from gtpo_jax.config.resolve import resolve_model
 from gtpo_jax.config.run_config import Config
 from gtpo_jax.models.config import DTYPES, ModelConfig
+from gtpo_jax.models.delta.rule import rule_bytes
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import abstract_params, active_params, matmul_params
 from gtpo_jax.models.transformer import Transformer
@@ -200,6 +201,8 @@ def update_bytes(
   if c.mixture:
     features += 3 * c.mixture.per_token * expert * c.width
   layer = tokens * itemsize * (2 * features / tensor + 4 * c.width)
+  if c.delta:  # the rule's temporaries, and their gradients
+    layer += 2 * tokens * rule_bytes(c.delta) / tensor
   head = c.vocab_size * c.width / (context * tensor) * (itemsize + 4)
   # Compiled programs keep about so many features of each token and layer for the backward pass.
   attention = c.heads * c.head_dim

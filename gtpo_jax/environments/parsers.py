@@ -11,6 +11,9 @@ program, which is a call of the tool `code_interpreter(code)`.
 `mistral`: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]` as older tokenizers write it, and
 `[TOOL_CALLS]NAME[ARGS]{...}` as newer ones do.
 `olmo3`: `<function_calls>`, a line such as `NAME(x=1, flag=true)` for each call, and the end tag.
+`qwen3_coder`, for Qwen3.5 and Qwen3-Coder: `<tool_call>`, `<function=NAME>`, `<parameter=NAME>`, a
+line break, the value, and the three end tags. Values are texts; the schema of a tool says what they
+mean.
 `none`: no calls; the text is an action or an answer.
 """
 
@@ -21,7 +24,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gtpo_jax.environments.turns import ToolCall, Turn
+from gtpo_jax.environments.turns import ToolCall, Turn, Written
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ PYTHON_TAG = "<|python_tag|>"
 CODE_TOOL = "code_interpreter"  # the tool that Llama 3 calls with a program
 TOOL_CALLS = "[TOOL_CALLS]"
 FUNCTION_CALLS = "<function_calls>"
+FUNCTION_TAG = "<function="
 PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 
 _SPACE = re.compile(r"\s*")
@@ -46,6 +50,8 @@ _PYTHON_CALL = re.compile(r"([A-Za-z_][\w.-]*)\s*\(")
 _PYTHON_CONSTANT = re.compile(r"(?:True|False|None)\b")
 _ARGUMENT = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*")
 _CALL_HEAD = re.compile(r'\s*\{\s*"(?:type|name|parameters|arguments|function)"\s*:')
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
@@ -55,6 +61,26 @@ class _Unreadable(Exception):
 
 def hermes(text: str) -> Turn:
   """Parses a turn of Qwen2.5, Qwen3 or Hermes."""
+
+  def read(rest: str) -> tuple[ToolCall, int]:
+    value, stop = _json(rest, 0)
+    return _call(value, "arguments", "parameters"), stop
+
+  return _tagged_calls(text, read)
+
+
+def qwen3_coder(text: str) -> Turn:
+  """Parses a turn of Qwen3.5 or Qwen3-Coder."""
+  return _tagged_calls(text, _xml_call)
+
+
+def _tagged_calls(text: str, read: Callable[[str], tuple[ToolCall, int]]) -> Turn:
+  """Parses a turn whose calls are between tags.
+
+  Args:
+    text: of the turn.
+    read: returns the call that a text begins with, and where it ends.
+  """
   thinking, text = _split_thinking(_without_end(text), *_THINK)
   begin, end = "<tool_call>", "</tool_call>"
   calls: list[ToolCall] = []
@@ -63,8 +89,8 @@ def hermes(text: str) -> Turn:
   outside = [before]
   while tag:
     try:
-      value, stop = _json(rest, 0)
-      calls.append(_call(value, "arguments", "parameters"))
+      call, stop = read(rest)
+      calls.append(call)
       stop = _after_space(rest, stop)
       if not rest.startswith(end, stop) and stop < len(rest):
         raise _Unreadable(f"a call is not followed by {end}")
@@ -145,6 +171,7 @@ PARSERS: Mapping[str, Parser] = {
   "llama3": llama3,
   "mistral": mistral,
   "olmo3": olmo3,
+  "qwen3_coder": qwen3_coder,
   "none": none,
 }
 
@@ -166,6 +193,8 @@ def parser_for(name: str, chat: Chat) -> Parser:
   for parser, mark in ((mistral, TOOL_CALLS), (llama3, PYTHON_TAG), (olmo3, FUNCTION_CALLS)):
     if mark in chat.control or mark in template:
       return parser
+  if FUNCTION_TAG in template:
+    return qwen3_coder
   if "<tool_call>" in chat.control or "<tool_call>" in template:
     return hermes
   raise UserError(
@@ -255,6 +284,25 @@ def _call(value: Any, *argument_keys: str) -> ToolCall:
     raise _Unreadable(f'"{key}" of the call of {name!r} is an object, not {_kind(arguments)}')
   call_id = value.get("id")
   return ToolCall(name.strip(), arguments, call_id if isinstance(call_id, str) else "")
+
+
+def _xml_call(text: str) -> tuple[ToolCall, int]:
+  """Reads a call of Qwen3.5; returns it and where it ends."""
+  function = _FUNCTION.match(text)
+  if not function:
+    raise _Unreadable(f"a call is not <function=NAME> ... </function>: {text[:20].strip()!r}")
+  body = function[2]
+  arguments = {}
+  at = 0
+  while (at := _after_space(body, at)) < len(body):
+    parameter = _PARAMETER.match(body, at)
+    if not parameter:
+      raise _Unreadable(
+        f"an argument is not <parameter=NAME> ... </parameter>: {body[at : at + 20]!r}"
+      )
+    arguments[parameter[1].strip()] = Written(parameter[2])
+    at = parameter.end()
+  return ToolCall(function[1].strip(), arguments), function.end()
 
 
 def _kind(value: Any) -> str:

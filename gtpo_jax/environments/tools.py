@@ -15,7 +15,8 @@ import typing
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gtpo_jax.environments.turns import ToolCall
+from gtpo_jax.environments.parsers import PYTHON_CONSTANTS
+from gtpo_jax.environments.turns import ToolCall, Written
 from gtpo_jax.runtime.errors import UserError, did_you_mean, first_line
 
 MAX_ERROR_CHARS = 500
@@ -195,6 +196,8 @@ def _checked_arguments(
 
 def _checked(value: Any, schema: Mapping[str, Any], place: str) -> Any:
   """Returns a value that fits a schema, of those that `get_json_schema` writes."""
+  if isinstance(value, Written):
+    value = _meant(value, schema)
   if value is None and schema.get("nullable"):
     return None
   if "anyOf" in schema:
@@ -221,6 +224,21 @@ def _checked(value: Any, schema: Mapping[str, Any], place: str) -> Any:
     inner = schema["additionalProperties"]
     return {key: _checked(item, inner, f"{place}[{key!r}]") for key, item in value.items()}
   return value
+
+
+def _meant(text: Written, schema: Mapping[str, Any]) -> Any:
+  """Returns what a written text means: itself where a schema allows one, else a JSON value."""
+  choices = schema.get("enum", ())
+  types = schema.get("type", ())
+  if str(text) in choices or "string" in ([types] if isinstance(types, str) else types):
+    return str(text)
+  if "anyOf" in schema:
+    return text  # each choice says what it means there
+  if text in PYTHON_CONSTANTS:
+    return PYTHON_CONSTANTS[text]
+  with contextlib.suppress(ValueError, RecursionError):
+    return json.loads(text)
+  return str(text)
 
 
 def _checked_items(value: list[Any], schema: Mapping[str, Any], place: str) -> list[Any]:

@@ -43,13 +43,17 @@ MODEL_LIMITS = (
 )
 
 
+class Written(str):
+  """An argument as the model wrote it, if its format does not tell texts from other values."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
   """A tool that the model calls in a turn.
 
   Attributes:
     name: the tool.
-    arguments: by name, as JSON values. They are unchecked.
+    arguments: by name, as JSON values, or as texts that are `Written`. They are unchecked.
     id: what the model calls this call; "" if it gives no name, as most models do.
   """
 

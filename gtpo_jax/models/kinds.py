@@ -108,6 +108,11 @@ class DeltaSizes(NamedTuple):
     return self.key_dim, self.key_dim, self.values_per_key * self.value_dim
 
   @property
+  def memory_bytes(self) -> int:
+    """The bytes of the memories of all heads."""
+    return 4 * self.value_heads * self.key_dim * self.value_dim
+
+  @property
   def features(self) -> int:
     """The features of all three."""
     return sum(self.parts)

@@ -7,7 +7,7 @@ from typing import Any
 
 from gtpo_jax.models.attention.rope_scaling import Linear, Llama3Scaling, Yarn
 from gtpo_jax.models.config import ModelConfig
-from gtpo_jax.models.kinds import LayerKind, Mixture
+from gtpo_jax.models.kinds import DELTA, DeltaSizes, LayerKind, Mixture
 
 
 def _model(
@@ -39,6 +39,19 @@ def _gemma3(*sizes: int, window: int, **features: Any) -> ModelConfig:
   kinds = (LayerKind(window, rope_theta=1e4),) * 5 + (LayerKind(),)
   features = {"head_dim": 256, "query_scalar": 256.0, "context": 131072} | features
   return _model(*sizes, tied=True, biases=(), model_type="gemma3_text", kinds=kinds, **features)
+
+
+def _qwen3_5(*sizes: int, value_heads: int, tied: bool = False) -> ModelConfig:
+  """Returns the text model of a Qwen3.5: three gated delta nets, then a layer with attention."""
+  features = {
+    "head_dim": 256,
+    "rope_theta": 1e7,
+    "rope_share": 0.25,
+    "context": 262144,
+    "kinds": (LayerKind(mixer=DELTA),) * 3 + (LayerKind(),),
+    "delta": DeltaSizes(16, value_heads, 128, 128, 4),
+  }
+  return _model(248320, *sizes, tied=tied, biases=(), model_type="qwen3_5_text", **features)
 
 
 def _olmo2(*sizes: int, context: int = 4096) -> ModelConfig:
@@ -127,6 +140,11 @@ PRESETS: dict[str, ModelConfig] = {
     norm_eps=1e-5,
     mixture=Mixture(64, 8, 1024),
   ),
+  "qwen3.5-0.8b": _qwen3_5(1024, 24, 8, 2, 3584, value_heads=16, tied=True),
+  "qwen3.5-2b": _qwen3_5(2048, 24, 8, 2, 6144, value_heads=16, tied=True),
+  "qwen3.5-4b": _qwen3_5(2560, 32, 16, 4, 9216, value_heads=32, tied=True),
+  "qwen3.5-9b": _qwen3_5(4096, 32, 16, 4, 12288, value_heads=32),
+  "qwen3.5-27b": _qwen3_5(5120, 64, 24, 4, 17408, value_heads=48),
   "llama-3-8b": _llama3(4096, 32, 32, 8, 14336),
   "llama-3-70b": _llama3(8192, 80, 64, 8, 28672),
   "llama-3.1-8b": LLAMA_3_1_8B,

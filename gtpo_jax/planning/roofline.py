@@ -13,6 +13,7 @@ import numpy as np
 
 from gtpo_jax.config import Config
 from gtpo_jax.models.config import DTYPES, ModelConfig
+from gtpo_jax.models.delta.rule import rule_flops
 from gtpo_jax.models.formats.quantize import FORMATS
 from gtpo_jax.models.params import active_params, matmul_params
 from gtpo_jax.runtime.chips import Chip
@@ -41,15 +42,17 @@ def update_flops(config: Config, c: ModelConfig) -> int:
 
   All prompts and completions have their maximum length. The FLOP per token are
   3 (2 N + 2 layers heads head_dim S), with N the number of matrix parameters that compute a token,
-  and S the positions. With a window of w positions, w (2 S - w) / S takes the place of S.
+  and S the positions. With a window of w positions, w (2 S - w) / S takes the place of S. In a
+  gated delta net, the chunked rule takes the place of attention.
   """
   prompts = config.batch.prompts
   prompt_tokens = prompts * config.data.max_prompt_tokens
   completion_tokens = prompts * config.batch.group * config.sampling.max_tokens
   length = config.data.max_prompt_tokens + config.sampling.max_tokens
-  windows = [min(kind.window or length, length) for kind in c.layer_kinds]
+  windows = [min(kind.window or length, length) for kind in c.attention_kinds]
   attention = 2 * c.heads * c.head_dim * sum(w * (2 * length - w) // length for w in windows)
-  per_token = 3 * (2 * active_params(c) + attention)
+  rule = c.delta_layers * rule_flops(c.delta) if c.delta else 0
+  per_token = 3 * (2 * active_params(c) + attention + rule)
   return (prompt_tokens + completion_tokens) * per_token * config.batch.epochs
 
 
@@ -72,8 +75,8 @@ def sample_seconds(
   """Returns the minimum seconds of sampling a step's completions, all of the maximum length.
 
   Each decode step reads the weights and all cached keys and values within the windows of their
-  layers. Weights are replicated over data and fsdp and sharded over tensor, those of experts over
-  expert too, and all experts are read. `slots` completions are
+  layers, and the states of gated delta nets. Weights are replicated over data and fsdp and sharded
+  over tensor, those of experts over expert too, and all experts are read. `slots` completions are
   decoded at once over all devices.
   """
   shards = mesh["data"] * mesh["expert"] * mesh["fsdp"]
@@ -89,12 +92,14 @@ def sample_seconds(
   kv_shards = min(mesh["tensor"], c.kv_heads)
   kv_bytes = 2 * c.kv_heads * c.head_dim * itemsize / kv_shards  # per position and layer
   positions = 0.0  # of all layers, on average over the steps
-  for kind in c.layer_kinds:
+  for kind in c.attention_kinds:
     window = min(kind.window or length, length)
     positions += rows * window * (2 * length - window) / (2 * length)
     in_prompt = np.clip((kind.window or math.inf) - np.arange(length), 0, prompt_length).mean()
     positions += rows / config.policy_completions * in_prompt
   bytes_read = weights + kv_bytes * positions
+  if c.delta:  # states are read, and written again
+    bytes_read += 2 * rows * c.delta_layers * c.delta.memory_bytes / mesh["tensor"]
   decode_flops = 2 * active_params(c) * rows / mesh["tensor"]
   prefill_flops = 2 * active_params(c) * config.batch.prompts * prompt_length / devices
   token_seconds = max(bytes_read / chip.memory_bandwidth, decode_flops / chip.flops)

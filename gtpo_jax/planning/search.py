@@ -222,6 +222,9 @@ class Search:
       temporaries = 0.5 * rows * completion  # arrays that grow
       cache = rows * completion
     logits = 4 * LOGITS_COPIES * rows * c.vocab_size / tensor
+    if c.delta:  # of slots and of cached prompts
+      share = 1 + 1.5 / self.config.policy_completions
+      cache += rows * share * c.delta_layers * c.delta.memory_bytes / tensor
     return self._state_bytes(base) + weights + cache + temporaries + logits
 
   def micro_batches(self, base: Base) -> list[int]:
@@ -254,7 +257,7 @@ class Search:
     c = self.architecture
     dtype = self.config.sampling.kv_dtype or c.compute_dtype
     itemsize = 1 if dtype == "int8" else DTYPES[dtype](0).itemsize
-    kv = 2 * c.layers * c.kv_heads * c.head_dim * itemsize
+    kv = 2 * len(c.attention_kinds) * c.kv_heads * c.head_dim * itemsize
     return kv / tensor if c.kv_heads % tensor == 0 else kv
 
   def _completion_bytes(self, tensor: int) -> float:
@@ -317,7 +320,7 @@ def _seconds(
   trained = 0 if c.lora.rank else 4
   shards = expert * fsdp * context
   dense = weights - c.expert_params / tensor  # that of experts is not gathered over their shards
-  kv = 2 * c.kv_heads * c.head_dim * c.layers
+  kv = 2 * c.kv_heads * c.head_dim * len(c.attention_kinds)
   sent = [  # (devices of a group, bytes)
     # Weights are gathered for the forward pass and for recomputation; their gradient is scattered.
     (shards * tensor, gathers * dense * (2 * itemsize + trained) * share(shards)),

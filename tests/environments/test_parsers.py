@@ -5,7 +5,16 @@ import random
 import pytest
 
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.environments.parsers import PARSERS, hermes, llama3, mistral, none, olmo3, parser_for
+from gtpo_jax.environments.parsers import (
+  PARSERS,
+  hermes,
+  llama3,
+  mistral,
+  none,
+  olmo3,
+  parser_for,
+  qwen3_coder,
+)
 from gtpo_jax.environments.turns import ToolCall, Turn
 from gtpo_jax.runtime.errors import UserError
 
@@ -44,6 +53,26 @@ EXAMPLES = [
     Turn("", "", (ToolCall("f", {"x": 1}),)),
   ),
   (hermes, '<tool_call>{"name": "f", "arguments": {}}', Turn("", "", (ToolCall("f", {}),))),
+  (
+    qwen3_coder,
+    "<think>\nA file.\n</think>\n\nI read it.\n\n<tool_call>\n<function=read_file>\n"
+    "<parameter=path>\n/etc/hosts\n</parameter>\n"
+    "<parameter=text>\n\nif a < b:\n  <b>\n\n</parameter>\n</function>\n"
+    "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call><|im_end|>",
+    Turn(
+      "I read it.",
+      "A file.",
+      (
+        ToolCall("read_file", {"path": "/etc/hosts", "text": "\nif a < b:\n  <b>\n"}),
+        ToolCall("now", {}),
+      ),
+    ),
+  ),
+  (
+    qwen3_coder,
+    "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>",
+    Turn("", "", (ToolCall("add", {"a": "2"}),)),
+  ),
   (
     llama3,
     '<|python_tag|>brave_search.call(query="current weather in Menlo Park, California")<|eom_id|>',
@@ -211,6 +240,8 @@ def test_a_long_hostile_turn_is_read_in_linear_time():
     "[TOOL_CALLS]" * 100_000,
     "<|python_tag|>f.call(" + ")" * 10**6,
     "</s>" * 30_000,
+    "<tool_call><function=f>" + "<parameter=x>" * 100_000 + "</function>",
+    "<tool_call>" + "<function=f>" * 100_000,
   ):
     for parser in PARSERS.values():
       parser(text)
@@ -219,6 +250,9 @@ def test_a_long_hostile_turn_is_read_in_linear_time():
 def test_the_parser_is_chosen_by_the_tokenizer(monkeypatch):
   chat = load_chat()
   assert parser_for("auto", chat) is hermes
+  with_functions = "<tool_call> {{ '<function=' }}"
+  monkeypatch.setattr(chat.tokenizer, "chat_template", with_functions)
+  assert parser_for("auto", chat) is qwen3_coder
   plain = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
   monkeypatch.setattr(chat.tokenizer, "chat_template", plain)
   with pytest.raises(UserError, match=r"env\.parser .* got 'hermess', did you mean 'hermes'\?"):

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from gtpo_jax.environments.tools import Tools, as_text, schema_of
-from gtpo_jax.environments.turns import ToolCall
+from gtpo_jax.environments.turns import ToolCall, Written
 from gtpo_jax.runtime.errors import UserError
 
 
@@ -139,6 +139,20 @@ def test_arguments_have_the_types_of_the_hints():
   assert run("paint", color="red").text == f"[{red}, (0, 0.0), None, 0]"
   arguments = {"color": "red", "at": [1, 2], "by_row": {"3": "red"}, "rest": [[4, 5]]}
   assert run("paint", **arguments).text == f"[{red}, (1, 2), {{3: {red}}}, [(4, 5)]]"
+
+
+def test_a_written_argument_means_what_the_schema_says():
+  written = lambda **arguments: {name: Written(text) for name, text in arguments.items()}
+  assert run("search", **written(query="3", top_k="2", sort="date")) == run(
+    "search", query="3", top_k=2, sort="date"
+  )
+  assert run("plot", **written(points="[[1, 2.5]]", labels='{"a": 1}')) == run(
+    "plot", points=[[1, 2.5]], labels={"a": 1}
+  )
+  assert run("search", **written(query="a", top_k="two")).text.endswith('integer, got "two"')
+  assert run("paint", **written(color="red", at="[1, 2]", rest="[]")) == run(
+    "paint", color="red", at=[1, 2], rest=[]
+  )
 
 
 @pytest.mark.parametrize(

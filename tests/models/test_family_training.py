@@ -23,6 +23,7 @@ CHANGES = {
   "olmo2": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
   "olmo3": {"model": {"lora_rank": 4, "quantize": "int8"}},
   "gemma3": {"sampling": {"staleness": 1}},
+  "qwen3_5": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "sampling": {"staleness": 1}},
 }
 ROWS = [{"prompt": f"{a}+{b}:", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)]
 
@@ -33,7 +34,8 @@ def even(prompts, completions, answers, extras):
 
 
 @pytest.mark.parametrize(
-  "name", [pytest.param(x, marks=[pytest.mark.devices] if x == "olmo2" else []) for x in NEWER]
+  "name",
+  [pytest.param(x, marks=[pytest.mark.devices] if "mesh" in CHANGES[x] else []) for x in NEWER],
 )
 @pytest.mark.slow
 def test_a_tiny_model_is_trained_and_its_export_opens(name, tmp_path):

@@ -17,7 +17,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from gtpo_jax.models.kinds import DeltaSizes
+
 CHUNK = 64
+# Arrays of the size of keys or values, and of [chunk, chunk], that the compiler keeps at once.
+VECTORS = 8
+SQUARES = 4
 
 
 def chunked_delta_rule(
@@ -107,6 +112,21 @@ def chunked_delta_rule(
   out = product("...ie,...ef->...if", queries, memories)
   out += product("...ij,...jf->...if", within, corrections) + added
   return out.reshape(n, g, h, -1, f)[:, :, :, :s], final
+
+
+def rule_flops(sizes: DeltaSizes) -> int:
+  """Returns the FLOP of the products of the chunked rule for one position of a layer."""
+  e, f = sizes.key_dim, sizes.value_dim
+  of_memory = 3 * e * f
+  of_chunk = CHUNK * (2 * e + f + (e + f) // 2)
+  return 2 * sizes.value_heads * (of_memory + of_chunk)
+
+
+def rule_bytes(sizes: DeltaSizes) -> int:
+  """Estimates the bytes of the temporaries of the chunked rule for one position of a layer."""
+  e, f = sizes.key_dim, sizes.value_dim
+  numbers = VECTORS * max(e, f) + SQUARES * CHUNK + 2 * e * f // CHUNK
+  return 4 * sizes.value_heads * numbers
 
 
 def delta_step(

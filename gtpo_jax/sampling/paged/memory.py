@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.delta.rule import rule_bytes
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import axis_size, batch_shards, bytes_per_device
 from gtpo_jax.sampling.batches import PREFILL_TOKENS
@@ -14,8 +15,6 @@ from gtpo_jax.sampling.programs import abstract
 # Copies of a chunk's logits in float32 that a decode program has at once: the logits, their
 # exponentials, and the cumulative sums of a draw.
 LOGITS_COPIES = 4
-# Numbers of the size of a value that the chunked delta rule has for each position, in float32.
-RULE_COPIES = 32
 
 
 def page_bytes(cache: PagedCache) -> int:
@@ -46,9 +45,7 @@ def temporary_bytes(model: Transformer, slots: int, sizes: PoolSizes) -> int:
   written = 2 * sizes.touched * sizes.page
   decode = slots * position * (sizes.chunk + written) + LOGITS_COPIES * logits
   features = 2 * c.active_mlp + 2 * (c.heads + 2 * c.kv_heads) * c.head_dim
-  if c.delta:
-    rule = RULE_COPIES * c.delta.value_heads * c.delta.value_dim
-    features = max(features, 2 * c.active_mlp + rule)
   tokens = max(PREFILL_TOKENS, sizes.prompt_pages * sizes.page)
-  prefill = tokens * itemsize * (features // heads + 4 * c.width)
+  rule = rule_bytes(c.delta) // heads if c.delta else 0
+  prefill = tokens * (itemsize * (features // heads + 4 * c.width) + rule)
   return max(decode, prefill)
