@@ -52,11 +52,10 @@ def reference(folder: Path, tokens: int) -> list[str]:
   from gtpo_jax.data.records import Problem, user
   from gtpo_jax.rollout.episodes.group_turns import Turns
   from gtpo_jax.rollout.episodes.sample import sample_problems
-  from gtpo_jax.rollout.policies import find_policy, serving_config
+  from gtpo_jax.rollout.policies import ServingLimits, find_served
   from gtpo_jax.sampling.settings import GREEDY
 
-  config = serving_config(folder, 128, tokens, "float32", 4)
-  worker, _, read = find_policy(folder, None, config)
+  worker, _, read = find_served(folder, None, ServingLimits(128, tokens, "float32", 4))
   policy = worker.policy(read()[0])
   problems = [Problem(str(i), user(text), "", "") for i, text in enumerate(QUESTIONS)]
   keys = policy.engine.completion_keys(jax.random.key(0), len(problems), 1)

@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from gtpo_jax.cli.processes import (
   check_writable,
@@ -88,10 +89,7 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.cli.serve import serve as run
 
   with exit_on_failure():
-    run(
-      ServeOptions(**{name: getattr(args, name) for name in ServeOptions._fields}),
-      lambda line: print(line, flush=True),
-    )
+    run(_served(ServeOptions, args), lambda line: print(line, flush=True))
   return 0
 
 
@@ -108,11 +106,16 @@ def tinker(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.cli.tinker import serve as run
 
   with exit_on_failure():
-    run(
-      TinkerOptions(**{name: getattr(args, name) for name in TinkerOptions._fields}),
-      lambda line: print(line, flush=True),
-    )
+    run(_served(TinkerOptions, args), lambda line: print(line, flush=True))
   return 0
+
+
+def _served(options: type, args: argparse.Namespace) -> Any:
+  """Returns the options of a server."""
+  from gtpo_jax.rollout.policies import ServingLimits
+
+  of = lambda kind: {x: getattr(args, x) for x in kind._fields if hasattr(args, x)}
+  return options(**of(options), limits=ServingLimits(**of(ServingLimits)))
 
 
 def _prepare_server(args: argparse.Namespace, command: str, extra: str) -> None:

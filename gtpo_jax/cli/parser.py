@@ -207,11 +207,6 @@ def _add_tinker(parser: _Parser) -> None:
   parser.add_argument(
     "--seed", type=int, default=0, help="seed of requests that have none (default: 0)"
   )
-  parser.add_argument(
-    "--exact",
-    action="store_true",
-    help="draw samples one by one, so that a run repeats bit for bit, whatever its timing",
-  )
 
 
 def _add_server(parser: _Parser, secret: str, queue: int) -> None:
@@ -225,10 +220,12 @@ def _add_server(parser: _Parser, secret: str, queue: int) -> None:
     "--name", default="", help="what clients call the model (default: the name of its folder)"
   )
   parser.add_argument(
-    "--max_prompt_tokens", type=int, help="maximum tokens of a prompt (default: 2048)"
+    "--max_prompt_tokens",
+    type=int,
+    help="maximum tokens of a prompt (default: the model's context)",
   )
   parser.add_argument(
-    "--max_tokens", type=int, help="maximum tokens of a completion (default: 1024)"
+    "--max_tokens", type=int, help="maximum tokens of an answer (default: the model's context)"
   )
   parser.add_argument(
     "--compute_dtype",
@@ -238,13 +235,18 @@ def _add_server(parser: _Parser, secret: str, queue: int) -> None:
     "--slots",
     type=int,
     default=0,
-    help="completions that run at once (default: 32 on a CPU, 256 per device elsewhere)",
+    help="completions that run at once (default: 32 on a CPU, what the memory holds elsewhere)",
   )
   parser.add_argument(
     "--queue",
     type=int,
     default=queue,
     help=f"completions that may wait for a slot; more are refused (default: {queue})",
+  )
+  parser.add_argument(
+    "--batch_invariant",
+    action="store_true",
+    help="give an answer the bits that it would have alone, whatever runs beside it",
   )
 
 

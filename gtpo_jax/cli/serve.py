@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import uvicorn
 
-from gtpo_jax.rollout.policies import find_policy, serving_config
+from gtpo_jax.rollout.policies import ServingLimits, find_served
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import SIGNALS, OneShot
@@ -34,11 +34,8 @@ class ServeOptions(NamedTuple):
     host: the address.
     port: 0 for a free one.
     name: what clients call the model; "" for the name of its folder.
-    max_prompt_tokens: the longest prompt; None for the default.
-    max_tokens: the longest completion; None for the default.
-    compute_dtype: the format of activations; None for the run's own, or that of the platform.
-    slots: the completions that run at once; 0 for the platform's default.
     queue: the completions that may wait.
+    limits: what is computed at once, and how.
   """
 
   model: Path
@@ -46,11 +43,8 @@ class ServeOptions(NamedTuple):
   host: str = "127.0.0.1"
   port: int = 8000
   name: str = ""
-  max_prompt_tokens: int | None = None
-  max_tokens: int | None = None
-  compute_dtype: str | None = None
-  slots: int = 0
   queue: int = 1024
+  limits: ServingLimits = ServingLimits()
 
 
 class Opened(NamedTuple):
@@ -68,14 +62,7 @@ def open_service(options: ServeOptions) -> Opened:
   Raises:
     UserError: there is no such policy, or an option does not fit it.
   """
-  config = serving_config(
-    options.model,
-    options.max_prompt_tokens,
-    options.max_tokens,
-    options.compute_dtype,
-    options.slots,
-  )
-  worker, _, read = find_policy(options.model, options.step, config, stop=(), serves=True)
+  worker, _, read = find_served(options.model, options.step, options.limits)
   name = options.name or model_name(str(options.model))
   worker.chat.tokenizer.name_or_path = name  # messages contain it
   params, _ = read()
@@ -110,7 +97,11 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     generator = opened.generator
     only_loopback = is_loopback(options.host) and not token
     app = App(opened.service, generator, token, only_loopback=only_loopback)
-    say(f"computing in {opened.worker.model.config.compute_dtype}; {generator.slots} slots")
+    engine = opened.worker.engine
+    say(
+      f"computing in {engine.model.config.compute_dtype}; {generator.slots} slots, prompts of up "
+      f"to {engine.max_prompt_tokens} tokens and answers of up to {engine.max_tokens}"
+    )
     say(f"{opened.name!r} at http://{address}/v1 (Ctrl-C stops)")
     asyncio.run(run_server(make_server(app.asgi), listener))
     generator.close()

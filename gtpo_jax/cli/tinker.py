@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gtpo_jax.cli.export import base_model
 from gtpo_jax.cli.serve import model_name, open_address, run_server
 from gtpo_jax.models.hf.folder import fingerprints
-from gtpo_jax.rollout.policies import find_policy, serving_config
+from gtpo_jax.rollout.policies import ServingLimits, find_served
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.generator import Generator
 from gtpo_jax.serving.http import is_loopback, make_server
@@ -38,16 +38,12 @@ class TinkerOptions(NamedTuple):
     host: the address.
     port: 0 for a free one.
     name: what clients call the model; "" for the name of its folder.
-    max_prompt_tokens: the longest prompt that is sampled from; None for the default.
-    max_tokens: the longest sample; None for the default.
-    compute_dtype: the format of activations; None for that of the platform.
-    slots: the samples that run at once; 0 for the platform's default.
     queue: the samples that may wait.
     max_rank: the highest rank of adapters.
     models: how many models may be trained at once.
     policies: how many sets of weights are kept ready for sampling.
     seed: of requests that have none.
-    exact: whether samples are drawn one by one, so that a run repeats bit for bit.
+    limits: what is sampled at once, and how; batch-invariant, a run repeats bit for bit.
   """
 
   model: Path
@@ -55,16 +51,12 @@ class TinkerOptions(NamedTuple):
   host: str = "127.0.0.1"
   port: int = 8000
   name: str = ""
-  max_prompt_tokens: int | None = None
-  max_tokens: int | None = None
-  compute_dtype: str | None = None
-  slots: int = 0
   queue: int = 4096
   max_rank: int = 128
   models: int = 8
   policies: int = 2
   seed: int = 0
-  exact: bool = False
+  limits: ServingLimits = ServingLimits()
 
 
 class OpenedTinker:
@@ -86,14 +78,7 @@ class OpenedTinker:
     Raises:
       UserError: there is no such model, or the workdir belongs to another one.
     """
-    config = serving_config(
-      options.model,
-      options.max_prompt_tokens,
-      options.max_tokens,
-      options.compute_dtype,
-      options.slots,
-    )
-    worker, _, read = find_policy(options.model, None, config, stop=(), serves=True)
+    worker, _, read = find_served(options.model, None, options.limits)
     if worker.model_folder is None:
       raise UserError(f"{str(options.model)!r} is the workdir of a run; export it first")
     name = options.name or model_name(str(options.model))
@@ -108,7 +93,7 @@ class OpenedTinker:
     self._generator = Generator(worker.engine, None, options.queue, chunk_s=None)
     policies = Policies(self.base, self._store, options.policies)
     self._trainer = Trainer(self.base, self._ledger, self._store, options.models)
-    self._sampler = Sampler(self.base, self._ledger, policies, self._generator, options.exact)
+    self._sampler = Sampler(self.base, self._ledger, policies, self._generator)
     self.app = Routes(
       self.base,
       self._ledger,

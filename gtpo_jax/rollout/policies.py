@@ -34,10 +34,10 @@ from gtpo_jax.runtime.errors import UserError
 
 HF_PROMPT_TOKENS = 1024  # the longest prompt when sampling from a Hugging Face folder
 HF_MAX_TOKENS = 256  # the longest completion, unless the caller sets another limit
-SERVED_PROMPT_TOKENS = 2048  # limits of a server, unless the caller sets others
-SERVED_TOKENS = 1024
 SERVED_CHUNK = 8  # tokens between two parts of an answer on a CPU
 SERVED_SLOTS = 32
+SHORTEST_COMPLETION = 2  # that a config can name
+SHORTEST_CONTEXT = 64  # tokens of a prompt or a completion, of which a server needs the memory
 
 
 class PolicySource(NamedTuple):
@@ -187,44 +187,75 @@ def _config_of_folder(folder: Path, max_tokens: int | None) -> Config:
   )
 
 
-def serving_config(
-  workdir: Path,
-  max_prompt_tokens: int | None,
-  max_tokens: int | None,
-  compute_dtype: str | None,
-  slots: int,
-) -> Config:
-  """Returns the config with which a server opens a policy.
+class ServingLimits(NamedTuple):
+  """What a server computes at once, and how.
 
-  Args:
-    workdir: as in `find_policy`.
-    max_prompt_tokens: the longest prompt; None for 2,048 tokens.
-    max_tokens: the longest completion; None for 1,024 tokens, and the rest of a short context.
+  Attributes:
+    max_prompt_tokens: the longest prompt; None for what the model's context has space for.
+    max_tokens: the longest completion; None for what the model's context has space for.
     compute_dtype: the format of activations; None for the run's own, or that of the platform.
     slots: the completions that run at once; 0 for 32 on a CPU and the engine's default elsewhere.
+    batch_invariant: see `EngineConfig`.
+  """
+
+  max_prompt_tokens: int | None = None
+  max_tokens: int | None = None
+  compute_dtype: str | None = None
+  slots: int = 0
+  batch_invariant: bool = False
+
+
+def find_served(workdir: Path, step: int | None, limits: ServingLimits) -> PolicySource:
+  """Returns a policy for a server; see `find_policy`.
+
+  Lengths that are not limited are halved until the memory holds one prompt and its completion.
 
   Raises:
-    UserError: there is no such policy, or a value is out of bounds.
+    UserError: there is no such policy, a value is out of bounds, or there is no memory.
   """
   folder = find(str(workdir))
   if is_hf_folder(folder):
-    config = _config_of_folder(folder, max_tokens)
-    longest = read_config(folder, config.model.param_dtype).max_length
+    config = _config_of_folder(folder, limits.max_tokens)
+    context = read_config(folder, config.model.param_dtype).max_length
   else:
     config = usable_here(dataclasses.replace(load_config(folder), mesh=MeshSection()))
-    longest = resolve_model(config).config.max_length
-  tokens = max_tokens or min(SERVED_TOKENS, max(longest // 2, 2))
-  prompt = max_prompt_tokens or min(SERVED_PROMPT_TOKENS, max(longest - 2, 1))
+    context = resolve_model(config).config.max_length
+  if limits.max_tokens and limits.max_tokens >= context:
+    raise UserError(
+      f"--max_tokens={limits.max_tokens} is not below the model's context of {context} tokens"
+    )
+  while True:
+    tokens = limits.max_tokens or max(context - 1, 2)
+    served = _serving_config(config, limits, context)
+    source = find_policy(folder, step, served, tokens, stop=(), serves=True)
+    lengths = (served.data.max_prompt_tokens, tokens)
+    if source.worker.engine.programs.hold([lengths]):
+      return source
+    context //= 2
+    if context < SHORTEST_CONTEXT or (limits.max_prompt_tokens and limits.max_tokens):
+      raise UserError(
+        f"there is no memory for the keys and values of a prompt of {lengths[0]} tokens with "
+        f"{lengths[1]} more; lower --max_prompt_tokens and --max_tokens"
+      )
+
+
+def _serving_config(config: Config, limits: ServingLimits, context: int) -> Config:
+  """Returns the config with which a server opens a policy of which it uses so much context.
+
+  Its longest prompt leaves space for the shortest completion only, as each request is checked.
+  """
+  prompt = limits.max_prompt_tokens or max(context - SHORTEST_COMPLETION, 1)
   on_cpu = jax.default_backend() == "cpu"
   sampling = dataclasses.replace(
     config.sampling,
-    max_tokens=tokens,
-    slots=slots or (SERVED_SLOTS if on_cpu else 0),
+    max_tokens=SHORTEST_COMPLETION,
+    slots=limits.slots or (SERVED_SLOTS if on_cpu else 0),
     chunk=SERVED_CHUNK if on_cpu else 0,
+    batch_invariant=limits.batch_invariant,
     stop=(),
   )
   model = dataclasses.replace(
-    config.model, compute_dtype=compute_dtype or config.model.compute_dtype
+    config.model, compute_dtype=limits.compute_dtype or config.model.compute_dtype
   )
   data = dataclasses.replace(config.data, max_prompt_tokens=prompt)
   # Clients run the tools and environments that they want.

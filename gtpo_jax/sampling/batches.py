@@ -278,7 +278,7 @@ def sequence_lengths(longest: int) -> list[int]:
 
 
 def prefill_batches(
-  assigned: Assigned, prompts: TokenIds, counts: Mapping[int, Sequence[int]]
+  assigned: Assigned, prompts: TokenIds, counts: Mapping[int, Sequence[int]], by_width: bool = False
 ) -> Iterator[PrefillBatch]:
   """Divides prompts into batches that are padded little: by width, and in numbers of rows.
 
@@ -288,6 +288,8 @@ def prefill_batches(
     assigned: the (entry, prompt) pairs of each shard.
     prompts: the token ids of all prompts.
     counts: the widths that batches may have, and for each the numbers of rows (`row_counts`).
+    by_width: whether each prompt gets the width that it would get alone, because sums over arrays
+      of another width are rounded otherwise.
   """
   longest_first = lambda pair: -len(prompts[pair[1]])
   left = [sorted(pairs, key=longest_first) for pairs in assigned]
@@ -297,8 +299,10 @@ def prefill_batches(
     shorter = max((other for other in counts if other < width), default=0)
     needed = max(sum(len(prompts[prompt]) > shorter for _, prompt in pairs) for pairs in left)
     rows = _rows_for(needed, counts[width])
-    yield PrefillBatch(width, rows, [pairs[:rows] for pairs in left])
-    left = [pairs[rows:] for pairs in left]
+    least = shorter + 1 if by_width else 0
+    taken = [[pair for pair in pairs[:rows] if len(prompts[pair[1]]) >= least] for pairs in left]
+    yield PrefillBatch(width, rows, taken)
+    left = [pairs[len(part) :] for pairs, part in zip(left, taken, strict=True)]
 
 
 def _rows_for(needed: int, counts: Sequence[int]) -> int:

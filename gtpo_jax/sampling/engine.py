@@ -223,18 +223,21 @@ class Engine:
       buffer: the completions; new tokens are added to it. Completions that have ended stay as they
         are.
       sampling_params: how tokens are drawn.
-      stream_interval: the most tokens of a step, if that is less than the engine's chunk.
+      stream_interval: the most tokens of a step, if that is less than the engine's chunk. It has no
+        effect if the engine is batch-invariant.
       prompts_at_once: the number of rows that space is made for; None for those of the buffer.
       longest_prompt: the tokens of the longest prompt, those added later included; None for that of
         the buffer.
     """
     n, group = buffer.limits.shape
     chunk = self.programs.chunk
+    fixed = self.programs.config.batch_invariant
+    most = chunk if fixed else min(stream_interval or chunk, chunk)
     session = Session(
       self.programs,
       params,
       self.programs.scheduler(prompts_at_once or n, group),
-      Pace(min(stream_interval or chunk, chunk)),
+      Pace(most, fixed=fixed),
       sampling_params,
       longest_prompt or max(map(len, buffer.prompts), default=1),
     )

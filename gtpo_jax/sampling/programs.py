@@ -173,17 +173,25 @@ class Programs(abc.ABC):
 
   def serving_scheduler(self) -> Scheduler:
     """Returns an empty schedule for completions that come at any time; see `fit`."""
-    return self.scheduler(self.longest_at_once, 1)
+    return self.scheduler(self.config.slots, 1)
+
+  def hold(self, lengths: Sequence[tuple[int, int]]) -> bool:
+    """Whether completions may run at once. Those that wait for pages have begun all the same.
+
+    Args:
+      lengths: for each, the tokens of its prompt, and the most tokens after that.
+    """
+    return True
 
   def fit(
-    self, state: SamplerState, scheduler: Scheduler, completions: int, longest_prompt: int
+    self, state: SamplerState, scheduler: Scheduler, completions: Sequence[int], longest_prompt: int
   ) -> SamplerState:
     """Fits slots and arrays to what runs, where that saves time. Pages stay as they are.
 
     Args:
       state: the state.
       scheduler: its schedule, of groups of one.
-      completions: how many run or wait.
+      completions: how many ran or waited lately, and do so now.
       longest_prompt: the tokens of their longest prompt.
     """
     return state
@@ -257,7 +265,8 @@ class Programs(abc.ABC):
       names.append(tuple(scheduler.slots.completions[slot].tolist()))
       sequences.append(sequence_of(*names[-1]))
     counts = {width: self.resume_rows(width, slots) for width in self.sequence_widths}
-    for width, rows, part in prefill_batches(assigned, sequences, counts):
+    by_width = self.config.batch_invariant
+    for width, rows, part in prefill_batches(assigned, sequences, counts, by_width):
       shape = PrefillShape(width, slots, self.pad)
       batch = resume_batch(self.places, scheduler, part, sequences, shape, rows)
       kv = self.cache.completions_of(state.kv)

@@ -91,12 +91,15 @@ class Progress(NamedTuple):
 class Pace:
   """Decides where chunks end, and nothing else does."""
 
-  def __init__(self, most_tokens: int, chunk_s: float | None = None):
+  def __init__(self, most_tokens: int, chunk_s: float | None = None, fixed: bool = False):
     """Args:
     most_tokens: the most tokens of a chunk.
     chunk_s: for requests that come at any time, seconds after which a chunk ends, because what
       comes waits for that; None for chunks that depend on the requests only.
+    fixed: whether all chunks have `most_tokens`. Keys of a chunk and earlier ones are summed one
+      after another, so what a request draws depends on the ends of its chunks, in rounding.
     """
+    self._fixed = fixed
     self._most_tokens = most_tokens
     self._chunk_s = chunk_s
     self._token_s: collections.deque[float] = collections.deque(maxlen=MEASURED_CHUNKS)
@@ -109,6 +112,8 @@ class Pace:
       refills: whether finished slots get other requests; without them, all slots may finish.
     """
     active = int(inputs.active.sum())
+    if self._fixed:
+      return self._most_tokens, active
     return self._tokens(inputs), max(active // REFILL_FRACTION, 1) if refills else active
 
   def _tokens(self, inputs: DecodeInputs) -> int:
@@ -275,7 +280,7 @@ class Session:
     before = self._state
     if self._longest_prompt is None:
       self._needed.append(len(self._requests))
-      before = programs.fit(before, scheduler, max(self._needed), longest)
+      before = programs.fit(before, scheduler, self._needed, longest)
     state, prompts = programs.prefill_assigned(
       self._params, before, scheduler, self._prompts, width
     )

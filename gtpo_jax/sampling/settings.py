@@ -135,6 +135,10 @@ class EngineConfig(Checked):
     weights_dtype: format of the layers' matrices while sampling, in training and evaluation:
       "int8", which halves the bytes that decoding reads, and needs a correction
       (`algorithm.tis_cap`); "" for the model's compute type.
+    batch_invariant: whether a completion has the bits that it would have alone, whatever is sampled
+      beside it. Then one program decodes: idle slots are computed, in arrays of the longest
+      lengths, and chunks do not end early. Without it, tokens differ now and then, because programs
+      of other shapes round otherwise.
   """
 
   prefix: ClassVar[str] = "sampling."
@@ -146,6 +150,7 @@ class EngineConfig(Checked):
   page_size: int = setting(0, bound=_PAGE_SIZE)
   cache_fraction: float | str = setting(AUTO, bound=or_auto(SHARE))
   weights_dtype: str = setting("", bound=one_of(("", *WEIGHTS_DTYPES)))
+  batch_invariant: bool = False
 
   def most_slots(self, platform: str, shards: int) -> int:
     """Returns the most slots over all shards: the configured number, or that of the platform."""

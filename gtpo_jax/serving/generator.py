@@ -27,7 +27,7 @@ class Generator:
   """Generates completions on a thread of its own, with a session for each policy.
 
   Attributes:
-    slots: the completions that run at once.
+    slots: the completions that run at once, if memory holds those that run.
     counts: how many completions, tokens and so on there were, by name.
   """
 
@@ -42,9 +42,9 @@ class Generator:
     engine: an engine with `Demand.serves`.
     params: the policy of completions that name no other, in its layout; None if all name one.
     max_waiting: the most completions that wait for a slot.
-    chunk_s: as in `Pace`.
+    chunk_s: as in `Pace`; it has no effect if the engine is batch-invariant.
     """
-    self.slots = engine.programs.longest_at_once
+    self.slots = engine.programs.config.slots
     self.counts: collections.Counter[str] = collections.Counter()
     self._programs = engine.programs
     self._params = params
@@ -54,7 +54,8 @@ class Generator:
     self._scores: collections.deque[ScoreJob] = collections.deque()
     self._scoring: list[ScoreJob] = []
     self._running: dict[Completion, int] = {}  # each with the number of its prompt
-    self._pace = Pace(engine.programs.chunk, chunk_s)
+    fixed = engine.programs.config.batch_invariant
+    self._pace = Pace(engine.programs.chunk, chunk_s, fixed)
     self._sessions: dict[int, Session] = {}  # by the identity of their policies
     self._changed = threading.Condition()
     self._closed = False
@@ -143,7 +144,10 @@ class Generator:
     """Returns the next texts that are scored together: those of one policy."""
     scores: list[ScoreJob] = []
     while self._scores and len(scores) < self._scorer.rows:
-      if scores and self._policy(self._scores[0]) != self._policy(scores[0]):
+      job = self._scores[0]
+      if scores and self._policy(job) != self._policy(scores[0]):
+        break
+      if scores and not self._scorer.fit_together(job, scores[0]):
         break
       scores.append(self._scores.popleft())
     return scores
@@ -170,10 +174,15 @@ class Generator:
       session.forget(self._running.pop(completion))
 
   def _admit(self) -> None:
-    """Gives slots to completions that wait."""
+    """Gives slots to completions that wait, in their order, as long as memory holds all."""
     with self._changed:
-      count = min(len(self._waiting), self.slots - self.running)
-      new = [self._waiting.popleft() for _ in range(count)]
+      lengths = [(len(x.prompt), x.limit) for x in self._running]
+      new: list[Completion] = []
+      while self._waiting and len(lengths) < self.slots:
+        lengths.append((len(self._waiting[0].prompt), self._waiting[0].limit))
+        if len(lengths) > 1 and not self._programs.hold(lengths):
+          break
+        new.append(self._waiting.popleft())
       self._running |= dict.fromkeys(new, -1)  # if the next lines fail, they get an error
     for completion in new:
       policy = self._policy(completion)

@@ -36,15 +36,24 @@ class Scorer:
     self.rows = ROWS * self._shards
     self._params = params
     self._pad = engine.pad
+    self._fixed = engine.programs.config.batch_invariant
     self._widths = [-(-x // POSITIONS) * POSITIONS for x in array_lengths(longest)[::-2][::-1]]
     self._score = jax.jit(functools.partial(_score, model))
+
+  def fit_together(self, job: ScoreJob, other: ScoreJob) -> bool:
+    """Whether two texts of one policy may be scored together."""
+    return not self._fixed or self._width(job) == self._width(other)
+
+  def _width(self, *jobs: ScoreJob) -> int:
+    longest = max(len(job.tokens) for job in jobs)
+    return next(width for width in self._widths if width >= longest)
 
   def run(self, jobs: Sequence[ScoreJob]) -> None:
     """Scores at most `rows` texts with the policy of the first, and delivers the results."""
     params = jobs[0].params or self._params
-    rows = self._shards if len(jobs) <= self._shards else self.rows
+    rows = self._shards if len(jobs) <= self._shards and not self._fixed else self.rows
     ids = [job.tokens for job in jobs] + [[self._pad]] * (rows - len(jobs))
-    width = next(x for x in self._widths if x >= max(map(len, ids)))
+    width = self._width(*jobs)
     log_probs, others = jax.device_get(self._score(params, pad_prompts(ids, width, self._pad)))
     for i, job in enumerate(jobs):
       last = slice(width - len(job.tokens), width - 1)  # what predicts the second token, and so on

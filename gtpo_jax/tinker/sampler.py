@@ -42,7 +42,6 @@ from gtpo_jax.tinker.wire import (
 
 MAX_SAMPLES = 1024  # of one request
 RETRY_S = 0.05  # until the generator may have space again
-CHECK_S = 1.0  # after which it is seen that nobody waits any more
 # Fields whose values change what is returned, and the values that change nothing.
 UNSUPPORTED = {"target_prompt_logprobs": None, "prompt_alt_tokens_k": 0}
 
@@ -180,7 +179,6 @@ class Pending:
     self._parts: list[list[Part]] = [[] for _ in range(ask.count)]
     self._scored: Part | None = None
     self._finish = finish
-    self._changed = threading.Condition()
     self._ended = 0
 
   def deliver(self, index: int, part: Part) -> None:
@@ -191,17 +189,10 @@ class Pending:
       self._parts[index].append(part)
     if not part.finish:
       return
-    with self._changed:
-      self._ended += 1
-      self.failed |= part.finish == "error"
-      self._changed.notify()
+    self._ended += 1
+    self.failed |= part.finish == "error"
     if self._ended == len(self.jobs):
       self._finish(self)
-
-  def wait(self, count: int, seconds: float) -> bool:
-    """Waits for so many jobs to end; returns whether they have."""
-    with self._changed:
-      return self._changed.wait_for(lambda: self._ended >= count, seconds)
 
   def outcome(self) -> StoredResult:
     """Returns the result."""
@@ -251,21 +242,17 @@ def _sample(parts: Sequence[Part], top: int) -> Sample:
 class Sampler:
   """Passes requests of a ledger on to a generator."""
 
-  def __init__(
-    self, base: ServedBase, ledger: Ledger, policies: Policies, generator: Generator, exact: bool
-  ):
+  def __init__(self, base: ServedBase, ledger: Ledger, policies: Policies, generator: Generator):
     """Args:
     base: the model that others begin with.
     ledger: the requests.
     policies: what is sampled from.
     generator: an engine's.
-    exact: whether each sample is drawn alone, so that its last digits do not depend on others.
     """
     self._base = base
     self._ledger = ledger
     self._policies = policies
     self._generator = generator
-    self._exact = exact
     self._pending: dict[str, Pending] = {}
     self._recorder = concurrent.futures.ThreadPoolExecutor(1, "gtpo recorder")
     self._thread = threading.Thread(target=self._run, name="gtpo sampler", daemon=True)
@@ -302,13 +289,7 @@ class Sampler:
       self._record(request, pending)
       return
     self._pending[request.id] = pending
-    if not self._exact:
-      self._submit(request, pending.jobs)
-      return
-    for count, job in enumerate(pending.jobs, 1):
-      self._submit(request, [job])
-      while self._is_wanted(request) and not pending.wait(count, CHECK_S):
-        pass
+    self._submit(request, pending.jobs)
 
   def _jobs(
     self, ask: SamplingRequest, params: DecodeParams, pending: Pending

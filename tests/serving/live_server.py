@@ -9,6 +9,7 @@ import jax
 from gtpo_jax.cli.serve import ServeOptions, open_service
 from gtpo_jax.config import Config
 from gtpo_jax.models import init_params, save
+from gtpo_jax.rollout.policies import ServingLimits
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.serving.app import App
 from gtpo_jax.serving.http import listen, make_server
@@ -49,8 +50,9 @@ class Live:
 @contextlib.contextmanager
 def running(folder, token="", **options):
   """Runs a server."""
-  settings = {"max_prompt_tokens": 64, "max_tokens": 48, "slots": 16, **options}
-  opened = open_service(ServeOptions(folder, **settings))
+  limits = ServingLimits(64, 48, slots=16)
+  limits = limits._replace(**{x: options.pop(x) for x in ServingLimits._fields if x in options})
+  opened = open_service(ServeOptions(folder, **options, limits=limits))
   listener = listen("127.0.0.1", 0)
   app = App(opened.service, opened.generator, token, only_loopback=not token)
   server = make_server(app.asgi)

@@ -5,12 +5,18 @@ import threading
 import jax
 import numpy as np
 import pytest
+from live_server import make_folder
 from meshes import mesh_of
 from toys import TOY
 
 from gtpo_jax.models import Transformer, init_params
+from gtpo_jax.models.decode import decode_bytes
+from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.params import abstract_params
-from gtpo_jax.runtime.mesh import single_device_mesh
+from gtpo_jax.rollout import worker
+from gtpo_jax.rollout.policies import ServingLimits, find_served
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import bytes_per_device, single_device_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.settings import Demand, EngineConfig
 from gtpo_jax.serving.generator import Full, Generator
@@ -26,7 +32,7 @@ PROMPTS = [RNG.integers(12, 48, 1 + i * 5 % 23).tolist() for i in range(40)]
 WAYS = [(1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.2, 0, 0.8, 0.05)]
 
 
-def make_engine(attention="", mesh=None, slots=16):
+def make_engine(attention="", mesh=None, slots=16, memory=None):
   """The same weights on any mesh."""
   one = single_device_mesh()
   model = Transformer(CONFIG, mesh or one)
@@ -34,7 +40,8 @@ def make_engine(attention="", mesh=None, slots=16):
   place = lambda x, like: jax.device_put(x * LOGIT_SCALE, like.sharding)
   params = jax.tree.map(place, params, abstract_params(model))
   config = EngineConfig(slots=slots, chunk=4, attention=attention, page_size=16)
-  engine = Engine(model, STOP, 3, 24, 40, engine_config=config, demand=Demand(serves=True))
+  demand = Demand(memory=memory, serves=True)
+  engine = Engine(model, STOP, 3, 24, 40, engine_config=config, demand=demand)
   return engine, engine.layout(params)
 
 
@@ -129,6 +136,18 @@ def test_cancelled_completions_leave_and_others_stay(alone):
   assert sum(not ask.parts for ask in asks[::2]) > 10
 
 
+def test_completions_wait_for_memory(alone):
+  """There is memory for the arrays of 8 completions, not for those of all 16 slots."""
+  programs = make_engine()[0].programs
+  position = bytes_per_device(programs.abstract_kv(1, 1))
+  assert (programs.prompt_widths, programs.cache_lengths) == ([24], [44])
+  memory = decode_bytes(programs.model) + int(1.5 * position * 8 * (24 + 44))
+  engine, params = make_engine(memory=memory)
+  assert [engine.programs.hold([(24, 40)] * count) for count in (8, 9)] == [True, False]
+  asks = generate(engine, params, together=True)
+  assert_same(asks, alone)
+
+
 def test_a_full_queue_takes_nothing():
   generator = Generator(*make_engine(slots=2), max_waiting=3)
   asks = [Ask(i) for i in range(6)]
@@ -154,3 +173,21 @@ def test_a_failure_ends_what_runs_and_nothing_else(alone, capfd):
   assert again.done.wait(120) and again.tokens == alone[0].tokens
   generator.close()
   assert "generation failed" in capfd.readouterr().err
+
+
+def test_lengths_follow_the_context_and_the_memory(tmp_path, monkeypatch):
+  folder = make_folder(tmp_path / "small")
+  context = read_config(folder, "float32").max_length
+
+  def lengths(**limits):
+    engine = find_served(folder, None, ServingLimits(**limits)).worker.engine
+    return engine.max_prompt_tokens, engine.max_tokens
+
+  assert lengths() == (context - 2, context - 1)
+  assert lengths(max_tokens=9) == (context - 2, 9)
+  with pytest.raises(UserError, match=f"--max_tokens={context} is not below the model's context"):
+    lengths(max_tokens=context)
+  monkeypatch.setattr(worker, "usable_memory", lambda device, count: 100 * 2**20)
+  assert lengths() == (context // 4 - 2, context // 4 - 1)
+  with pytest.raises(UserError, match="no memory for the keys and values of a prompt of 10 tokens"):
+    lengths(max_prompt_tokens=10, max_tokens=context - 1)

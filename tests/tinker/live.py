@@ -15,6 +15,7 @@ import pytest
 from gtpo_jax.cli.tinker import OpenedTinker, TinkerOptions
 from gtpo_jax.config import Config, ModelSection
 from gtpo_jax.models import init_params, save
+from gtpo_jax.rollout.policies import ServingLimits
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.serving.http import listen, make_server
 
@@ -45,8 +46,9 @@ def make_folder(folder):
 
 def options_for(model, workdir, **more):
   """TinkerOptions of a small server."""
-  settings = {"max_prompt_tokens": 64, "max_tokens": 32, "slots": 8, "name": "tiny", "models": 32}
-  return TinkerOptions(model, workdir, **{**settings, "compute_dtype": "float32", **more})
+  limits = ServingLimits(64, 32, "float32", slots=8)
+  limits = limits._replace(**{x: more.pop(x) for x in ServingLimits._fields if x in more})
+  return TinkerOptions(model, workdir, **{"name": "tiny", "models": 32, **more}, limits=limits)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,12 @@ class Server:
     self.url = f"http://127.0.0.1:{self.port}"
     self.kills = 0
     self.failure = ""
-    options = [f"--model={model}", f"--workdir={workdir}", f"--port={self.port}", "--exact"]
+    options = [
+      f"--model={model}",
+      f"--workdir={workdir}",
+      f"--port={self.port}",
+      "--batch_invariant",
+    ]
     options += ["--name=tiny", "--compute_dtype=float32", "--max_tokens=16", "--slots=8"]
     self._options = [*options, "--max_prompt_tokens=32"]
     self._ended = False

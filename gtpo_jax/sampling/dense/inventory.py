@@ -40,7 +40,7 @@ class Inventory:
     self._capacity = capacity
     self._tracked = workload.sampling_params.penalises_repetition
     self._widths = owner.prompt_widths[::-1]
-    self._counts = slot_counts(capacity.slots, owner.shrink_factor)
+    self._counts = slot_counts(capacity.slots, owner.shrink_factor, owner.least_slots)
     self._lengths = owner.cache_lengths[::-1]
     self._entries = owner.entry_counts(capacity)[::-1]
 
@@ -253,10 +253,10 @@ class Inventory:
     return abstract_states(self._owner.model, self._owner.shards * rows, self._tracked)
 
 
-def slot_counts(slots: int, factor: int) -> list[int]:
-  """Returns all numbers of slots per shard, from `slots` down, each divided by `factor`."""
+def slot_counts(slots: int, factor: int, least: int = 1) -> list[int]:
+  """Returns all numbers of slots per shard, from `slots` down to `least`, divided by `factor`."""
   counts = [slots]
-  while smaller := counts[-1] // factor:
+  while (smaller := counts[-1] // factor) >= least:
     counts.append(smaller)
   return counts
 

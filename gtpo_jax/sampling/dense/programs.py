@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -21,6 +21,7 @@ from gtpo_jax.runtime.mesh import bytes_per_device, constrain
 from gtpo_jax.sampling.batches import (
   Assigned,
   Places,
+  PrefillShape,
   RoutesRead,
   TokenIds,
   pad_prefill,
@@ -71,6 +72,7 @@ class DensePrograms(Programs):
       those.
     slots: the most slots over all shards.
     shrink_factor: what the number of slots is divided by when idle ones are dropped.
+    least_slots: of each shard.
     prefill: (params, prompts) -> `Prefilled`.
     insert, insert_completions: write its results into the cache, see `insert_rows`. They are
       programs of their own so that the larger one does not depend on the shapes of the cache.
@@ -101,7 +103,12 @@ class DensePrograms(Programs):
     elif settings.demand.serves:
       prefill_widths = with_midpoints(widths)
       widths, lengths = (sizes[::-2][::-1] for sizes in (widths, lengths))
+    # Programs of other shapes round otherwise.
+    self._one_shape = settings.config.batch_invariant
+    if self._one_shape:
+      widths, lengths = widths[-1:], lengths[-1:]
     self._serves = settings.demand.serves
+    self._memory = settings.demand.memory
     self.prompt_widths = widths
     self.prefill_widths = prefill_widths
     sequences = sequence_lengths(min(longest_prompt + settings.max_tokens, model.config.max_length))
@@ -109,6 +116,7 @@ class DensePrograms(Programs):
     # Each has space for one more chunk.
     self.cache_lengths = sorted({size + self.chunk for size in lengths})
     self.slots = self._fitting_slots(settings.demand)
+    self.least_slots = max(self.slots // self.shards, 1) if self._one_shape else 1
     self.config = dataclasses.replace(self.config, slots=self.slots)
     self.init_kv = jax.jit(cache.zeros, static_argnums=(0, 1))
     self.prefill = stoppable(functools.partial(_prefill, model))
@@ -128,22 +136,46 @@ class DensePrograms(Programs):
     those that they replace when they grow to that length, which are half as long.
     """
     slots = self.most_slots
-    if demand.memory is None:
+    if demand.serves:  # see `hold`
       return slots
-    left = demand.memory - decode_bytes(self.model)
-    while slots > self.shards and self._kv_bytes(slots, demand) > left:
+    while slots > self.shards and not self._fit(*self._needed(slots, demand)):
       slots = slots // (2 * self.shards) * self.shards
     return max(slots, self.shards)
 
-  def _kv_bytes(self, slots: int, demand: Demand) -> float:
-    """Returns the most bytes on one device of what is kept for this many slots."""
+  def _needed(self, slots: int, demand: Demand) -> tuple[int, int]:
+    """Returns the most rows and positions of a shard with this many slots over all shards."""
     group = demand.group
     prompts = -(-(demand.completions or slots) // group)
     capacity = capacity_for(prompts, group, self.shards, slots)
+    rows = capacity.entries + capacity.slots
+    positions = capacity.entries * self.prompt_widths[-1]
+    return rows, positions + capacity.slots * self.cache_lengths[-1]
+
+  def _fit(self, rows: int, positions: int) -> bool:
+    """Whether the memory holds so many of a shard, and half of the positions again."""
+    if self._memory is None:
+      return True
     position = bytes_per_device(self.abstract_kv(self.shards, 1))
-    prompt_positions = capacity.entries * self.prompt_widths[-1]
-    kept = state_bytes(self.model) * (capacity.entries + capacity.slots)
-    return kept + 1.5 * position * (prompt_positions + capacity.slots * self.cache_lengths[-1])
+    kept = state_bytes(self.model) * rows + 1.5 * position * positions
+    return kept <= self._memory - decode_bytes(self.model)
+
+  def hold(self, lengths: Sequence[tuple[int, int]]) -> bool:
+    """Whether the memory holds arrays of the longest lengths in the slots for so many."""
+    prompts, limits = zip(*lengths, strict=True)
+    slots = self._count(len(lengths))
+    width = self.prompt_width(max(prompts))
+    return self._fit(2 * slots, slots * (width + self._slot_length(max(limits))))
+
+  def _count(self, completions: int) -> int:
+    """Returns the slots of each shard for so many completions over all shards of a server."""
+    needed = -(-completions // self.shards)
+    most = max(self.slots // self.shards, 1)
+    counts = (self.least_slots, SERVING_ROWS)
+    return next((x for x in counts if max(needed, self.least_slots) <= x < most), most)
+
+  def _slot_length(self, tokens: int) -> int:
+    """Returns the length of the slots' arrays in which a chunk can follow so many tokens."""
+    return next(x for x in self.cache_lengths if x >= tokens + self.chunk)
 
   def abstract_kv(self, rows: int, positions: int, computed: bool = False) -> list[KV]:
     """Returns the shapes and shardings of `rows` rows over all shards.
@@ -168,9 +200,15 @@ class DensePrograms(Programs):
 
   def scheduler(self, prompts: int, group: int) -> Scheduler:
     """Returns an empty schedule for about `prompts` x `group` completions."""
-    capacity = capacity_for(prompts, group, self.shards, self.slots)
+    capacity = self._capacity(prompts, group)
     fewest = self.entry_counts(capacity)[0]
     return Scheduler(capacity._replace(entries=fewest), DenseSpace(capacity))
+
+  def _capacity(self, prompts: int, group: int) -> Capacity:
+    if self._one_shape:
+      slots = self.least_slots
+      return Capacity(self.shards, slots, slots, min(group, slots))
+    return capacity_for(prompts, group, self.shards, self.slots)
 
   def entry_counts(self, capacity: Capacity) -> list[int]:
     """Returns the numbers of entries per shard, ascending. Those of `capacity` are the most.
@@ -183,17 +221,21 @@ class DensePrograms(Programs):
     full_groups = -(-capacity.slots // capacity.slots_per_entry)
     few = full_groups + -(-full_groups // 2)
     long = most * self.prompt_widths[-1] >= LONG_PROMPTS
-    return [few, most] if self._on_cpu and long and 2 * few <= most else [most]
+    can_grow = self._on_cpu and not self._one_shape
+    return [few, most] if can_grow and long and 2 * few <= most else [most]
 
   def row_counts(self, width: int, capacity: Capacity) -> list[int]:
     """Returns the rows per shard that batches of prompts of a width may have, descending."""
+    if self._one_shape:
+      return [1]
     if self._serves:
-      return [min(SERVING_ROWS, capacity.entries), 1]
+      most = min(SERVING_ROWS, PrefillShape(width, capacity.entries, self.pad).rows)
+      return sorted({most, 1}, reverse=True)
     return row_counts(width, capacity.entries)[: None if self._on_cpu else 1]
 
   def resume_rows(self, width: int, slots: int) -> list[int]:
     """Returns the rows per shard that batches of completions may have, descending."""
-    return row_counts(width, slots)[: None if self._on_cpu else 1]
+    return [1] if self._one_shape else row_counts(width, slots)[: None if self._on_cpu else 1]
 
   def resume(
     self,
@@ -263,7 +305,8 @@ class DensePrograms(Programs):
       width: self.row_counts(width, scheduler.space.capacity) for width in self.prefill_widths
     }
     distinct, copies = without_copies(assigned, prompts)
-    for width, rows, part in prefill_batches(distinct, prompts, counts):
+    by_width = self.config.batch_invariant
+    for width, rows, part in prefill_batches(distinct, prompts, counts, by_width):
       batch, first = pad_prefill(part, prompts, width, rows, entries, self.pad)
       new = self.prefill(params, batch)
       if new.routes is not None:
@@ -286,27 +329,29 @@ class DensePrograms(Programs):
     if keep_slots or scheduler.has_waiting:
       return state
     active = int(scheduler.slots.active.reshape(self.shards, -1).sum(1).max())
-    while self.shrink_factor * active <= scheduler.capacity.slots:
-      order = scheduler.shrink(scheduler.capacity.slots // self.shrink_factor)
+    while True:
+      fewer = scheduler.capacity.slots // self.shrink_factor
+      if fewer < max(active, self.least_slots):
+        return state
+      order = scheduler.shrink(fewer)
       state = _with_slots(state, self.compact(state.kv.slots, order))
       state = state._replace(slots=self.keep_rows(state.slots, order))
-    return state
 
   def serving_scheduler(self) -> Scheduler:
     """Returns an empty schedule that has one slot per shard at first; see `fit`."""
     return self.scheduler(1, 1)
 
   def fit(
-    self, state: SamplerState, scheduler: Scheduler, completions: int, longest_prompt: int
+    self, state: SamplerState, scheduler: Scheduler, completions: Sequence[int], longest_prompt: int
   ) -> SamplerState:
     """Fits slots, entries and the arrays' lengths to what runs; see `Programs`."""
     slots = scheduler.slots
-    most = int(slots.active.reshape(self.shards, -1).sum(1).max())
-    needed = max(-(-completions // self.shards), most)
-    all_slots = max(self.slots // self.shards, 1)
-    count = next((x for x in (1, SERVING_ROWS) if needed <= x < all_slots), all_slots)
+    most = self.shards * int(slots.active.reshape(self.shards, -1).sum(1).max())
     width = self.prompt_width(longest_prompt)
-    length = next(x for x in self.cache_lengths if x >= int(slots.generated.max()) + self.chunk)
+    length = self._slot_length(int(slots.generated.max()))
+    count = self._count(max(*completions, most))
+    if not self._fit(2 * count, count * (width + length)):
+      count = self._count(max(completions[-1], most))
     kv = state.kv
     if (count, width, length) == (scheduler.capacity.slots, _length(kv.prompts), _length(kv.slots)):
       return state
@@ -323,12 +368,12 @@ class DensePrograms(Programs):
 
   def inventory(self, workload: Workload) -> Iterator[Program]:
     """Returns every program that a workload can reach, the largest of each kind first."""
-    capacity = capacity_for(workload.prompts, workload.group, self.shards, self.slots)
+    capacity = self._capacity(workload.prompts, workload.group)
     return Inventory(self, workload, capacity).programs()
 
   def abstract_state(self, workload: Workload) -> SamplerState:
     """Returns the shapes and shardings of the largest state of a workload."""
-    capacity = capacity_for(workload.prompts, workload.group, self.shards, self.slots)
+    capacity = self._capacity(workload.prompts, workload.group)
     shapes = Inventory(self, workload, capacity)
     return shapes.state(self.prompt_widths[-1], capacity.slots, self.cache_lengths[-1])
 

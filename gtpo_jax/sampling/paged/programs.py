@@ -46,6 +46,7 @@ FEWER_SLOTS = 8
 WIDTH_FACTOR = 4
 # Lengths have a long tail: the median completion of a run is about a sixth of the longest.
 TYPICAL_FRACTION = 6
+SERVED_TOKENS = 1024  # the most of a prompt, and of an answer, by which a server chooses its slots
 
 
 class PagedPrograms(Programs):
@@ -82,6 +83,10 @@ class PagedPrograms(Programs):
     completion_pages = self.pool.completion_pages
     self.prompt_widths = _widths(prompt_pages, page)
     self.sequence_widths = _widths(prompt_pages + completion_pages, page)
+    if config.batch_invariant:  # each program has one shape
+      self.slot_counts = self.slot_counts[:1]
+      self.prompt_widths = self.prompt_widths[-1:]
+      self.sequence_widths = self.sequence_widths[-1:]
     self.init_kv = jax.jit(lambda: self.cache.zeros(self.shards * self.pool.pages))
     insert = self.cache.insert_completions
     self.resume = stoppable(functools.partial(prefill_rows, model, insert), 1, 2)
@@ -90,7 +95,8 @@ class PagedPrograms(Programs):
     """Returns the slots of each shard, and the sizes of its pool.
 
     Slots that follow the memory are halved until the pool holds as many completions of half the
-    longest length, with their prompts. Otherwise many slots would wait for pages.
+    longest length, with their prompts. Otherwise many slots would wait for pages. What a server
+    gets is taken to be shorter.
     """
     config = settings.config
     demand = settings.demand
@@ -101,7 +107,10 @@ class PagedPrograms(Programs):
       sizes = self._all_pages(settings, slots)
       pages = self._pages(config.cache_fraction, demand, slots, sizes)
       half = -(-sizes.completion_pages // 2)
-      typical = slots * half + -(-slots // demand.group) * sizes.prompt_pages
+      prompt = sizes.prompt_pages
+      if demand.serves:
+        half, prompt = (min(x, sizes.pages_of(SERVED_TOKENS)) for x in (half, prompt))
+      typical = slots * half + -(-slots // demand.group) * prompt
       if config.slots != AUTO or pages >= typical or slots == 1:
         return slots, sizes._replace(pages=max(pages, sizes.completion_pages + sizes.prompt_pages))
       slots //= 2
