@@ -24,7 +24,7 @@ from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.training.log_probs import Reading, head_settings, score
 from gtpo_jax.training.state import Optimizer, OptimizerConfig, init_state, make_optimizer
-from gtpo_jax.training.update import Update, make_update
+from gtpo_jax.training.update import Update, UpdateSettings, make_update
 
 MINIBATCHES = 4  # gradient updates per step, so that the clips of the objective act
 SAMPLES = 8  # of each held-out problem
@@ -172,7 +172,9 @@ def shared_update(
 ) -> tuple[Optimizer, Update]:
   """Returns the optimizer and the update of an arm, which its seeds share."""
   optimizer = make_optimizer(config, steps, MINIBATCHES)
-  return optimizer, make_update(worker.model, algorithm, optimizer, minibatches=MINIBATCHES)
+  return optimizer, make_update(
+    worker.model, algorithm, optimizer, UpdateSettings(minibatches=MINIBATCHES)
+  )
 
 
 def batch_scores(batch: ArmBatch) -> dict[str, float]:

@@ -26,7 +26,7 @@ from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.runtime.mesh import axis_size, bytes_per_device, make_mesh, sampling_mesh
 from gtpo_jax.sampling.settings import Demand
 from gtpo_jax.training.state import Optimizer, abstract_state, make_optimizer
-from gtpo_jax.training.update import Update, make_update
+from gtpo_jax.training.update import Update, UpdateSettings, make_update
 
 # The share of a device's memory that sampling leaves free, for fragments between arrays, the
 # buffers of collectives, and what the compiler's estimates leave out. A CPU shares its memory with
@@ -60,17 +60,17 @@ def run_update(
   config: Config, model: Transformer, optimizer: Optimizer, teacher: Transformer | None = None
 ) -> Update:
   """Returns the training step of the run for `model`, on its mesh, with its `teacher`."""
-  return make_update(
-    model,
-    config.resolved_algorithm,
-    optimizer,
-    temperature=config.sampling.temperature,
-    minibatches=config.batch.minibatches,
-    epochs=config.batch.epochs,
-    micro_batches=config.batch.micro_batches,
-    head_chunk=config.batch.head_chunk,
-    teacher=teacher if config.resolved_algorithm.recipe.matches_distributions else None,
+  batch = config.batch
+  settings = UpdateSettings(
+    config.sampling.temperature,
+    batch.minibatches,
+    batch.epochs,
+    batch.micro_batches,
+    batch.head_chunk,
   )
+  algorithm = config.resolved_algorithm
+  matched = teacher if algorithm.recipe.matches_distributions else None
+  return make_update(model, algorithm, optimizer, settings, matched)
 
 
 def run_demand(

@@ -26,6 +26,24 @@ from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
 
 
+class UpdateSettings(NamedTuple):
+  """How an update is divided, and how its log-probs are computed.
+
+  Attributes:
+    temperature: the sampling temperature; the trainer's log-probs are computed at it too.
+    minibatches: number of parts of the n prompts, each with its own gradient update.
+    epochs: number of passes over the batch.
+    micro_batches: number of parts of a minibatch over which the gradient is accumulated.
+    head_chunk: as `chunk` of `head.log_probs_and_entropy`.
+  """
+
+  temperature: float = 1.0
+  minibatches: int = 1
+  epochs: int = 1
+  micro_batches: int = 1
+  head_chunk: int = 0
+
+
 class Minibatch(NamedTuple):
   """The inputs of one gradient update, or a part of them."""
 
@@ -98,22 +116,21 @@ GradientFn = Callable[[Params, FrozenParams, Minibatch, jax.Array], tuple[Params
 def make_gradient(
   model: Transformer,
   algorithm: Algorithm,
-  temperature: float,
-  micro_batches: int,
-  head_chunk: int,
+  update: UpdateSettings,
   teacher: Transformer | None = None,
 ) -> GradientFn:
   """Returns a function that computes the gradient of the loss and the trainer's scores.
 
-  The function accumulates the gradient over `micro_batches` parts of a minibatch. If there are
+  The function accumulates the gradient over the micro-batches of a minibatch. If there are
   several parts and the objective selects tokens from the complete minibatch, all log-probs are
   first computed in a pass of their own. `teacher` is the teacher's architecture, if its
   distributions are matched.
   """
   bonus = bool(algorithm.recipe.entropy_bonus)
   selects = algorithm.recipe.selects
-  settings = head_settings(model, temperature, head_chunk, bonus)
-  without_gradient = head_settings(model, temperature, head_chunk)
+  micro_batches = update.micro_batches
+  settings = head_settings(model, update.temperature, update.head_chunk, bonus)
+  without_gradient = head_settings(model, update.temperature, update.head_chunk)
   scale = loss_scale(model.config)
   token_loss = scaled(algorithm.token_loss, scale)
 

@@ -18,7 +18,13 @@ from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiler_options import update_options
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.training.gradient import FrozenParams, GradientFn, Minibatch, make_gradient
+from gtpo_jax.training.gradient import (
+  FrozenParams,
+  GradientFn,
+  Minibatch,
+  UpdateSettings,
+  make_gradient,
+)
 from gtpo_jax.training.micro_batches import split_batch
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
 from gtpo_jax.training.update_metrics import (
@@ -33,6 +39,7 @@ from gtpo_jax.training.update_metrics import (
 
 Metrics = dict[str, jax.Array]  # f32[] each
 Update = Callable[..., tuple[TrainState, Metrics]]
+DEFAULTS = UpdateSettings()
 
 
 class TrainableState(NamedTuple):
@@ -54,23 +61,18 @@ def make_update(
   model: Transformer,
   algorithm: Algorithm,
   optimizer: Optimizer,
-  *,
-  temperature: float = 1.0,
-  minibatches: int = 1,
-  epochs: int = 1,
-  micro_batches: int = 1,
-  head_chunk: int = 0,
+  settings: UpdateSettings = DEFAULTS,
   teacher: Transformer | None = None,
 ) -> Update:
   """Returns the training step, a jitted function (state, rollouts, rewards) -> (state, metrics).
 
   With a `teacher`, its parameters are a fourth argument; if it is left out, the teacher has those
   of the policy at each gradient update. The `state` argument is donated. The advantages are
-  computed once, from the complete batch. The prompts are then split into `minibatches`, and each
-  minibatch gets one gradient update; this is repeated for `epochs` passes. Each update averages
+  computed once, from the complete batch. The prompts are then split into minibatches, and each
+  minibatch gets one gradient update; this is repeated for each epoch. Each update averages
   the loss over the tokens of its minibatch, and its importance ratios are relative to the
   log-probs of the policy that sampled the batch. The gradient of a minibatch is accumulated in
-  float32 over `micro_batches`; their number does not change the result. If the loss or the
+  float32 over the micro-batches; their number does not change the result. If the loss or the
   gradient norm is not finite, the update is skipped: parameters and optimizer state are
   unchanged, and the step continues with the next update. `update/skipped` is the fraction of such
   updates. An update is also left out if no token of its minibatch contributes to the loss;
@@ -84,11 +86,7 @@ def make_update(
     model: the architecture on its mesh.
     algorithm: from `algorithms.make`.
     optimizer: from `make_optimizer`.
-    temperature: the sampling temperature; the trainer's log-probs are computed at it too.
-    minibatches: number of parts of the n prompts, each with its own gradient update.
-    epochs: number of passes over the batch.
-    micro_batches: number of parts of a minibatch over which the gradient is accumulated.
-    head_chunk: as `chunk` of `head.log_probs_and_entropy`.
+    settings: how the update is divided, and how its log-probs are computed.
     teacher: the teacher's architecture; required if the algorithm matches its distributions.
   """
   if algorithm.recipe.matches_distributions and teacher is None:
@@ -96,7 +94,7 @@ def make_update(
     raise UserError(
       f"distill.divergence = {divergence!r} needs the teacher's model; pass `teacher`"
     )
-  gradient = make_gradient(model, algorithm, temperature, micro_batches, head_chunk, teacher)
+  gradient = make_gradient(model, algorithm, settings, teacher)
   # With several devices, an element of a parameter would have to be sent to all of them.
   orders_moments = model.mesh.size == 1 and model.mesh.devices.flat[0].platform == "cpu"
   gradient_update = _make_gradient_update(
@@ -121,12 +119,12 @@ def make_update(
     trainable = TrainableState(trained, state.opt_state, state.entropy_coef)
     batch = Minibatch(rollouts, signals)
     key = jax.random.fold_in(jax.random.key(0), state.step)
-    if minibatches == epochs == 1:
+    if settings.minibatches == settings.epochs == 1:
       trainable, measured = gradient_update(trainable, frozen, batch, key)
       measured = jax.tree.map(lambda x: x[None], measured)
     else:
-      parts = split_batch(batch, minibatches, model)
-      order = jnp.tile(jnp.arange(minibatches), epochs)
+      parts = split_batch(batch, settings.minibatches, model)
+      order = jnp.tile(jnp.arange(settings.minibatches), settings.epochs)
       trainable, measured = _scan_minibatches(gradient_update, trainable, frozen, parts, order, key)
     metrics = mean_over_updates(measured) | corrections
     metrics |= batch_metrics(rollouts, rewards, signals.advantages, signals.mask)

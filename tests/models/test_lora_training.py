@@ -19,7 +19,7 @@ from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.lora import combine, merge_lora, split_adapters, without_lora
 from gtpo_jax.runtime.mesh import shard_batch
 from gtpo_jax.training.state import OptimizerConfig, abstract_state, init_state, make_optimizer
-from gtpo_jax.training.update import make_update
+from gtpo_jax.training.update import UpdateSettings, make_update
 
 N = 8
 G = 4
@@ -65,7 +65,10 @@ def trained(shape=None, micro_batches=1, kept="float32", targets=LORA_TARGETS, q
   params = combine(adapters, read_params(model, hf_folder()[0]))
   optimizer = make_optimizer(OPTIMIZER, 10)
   update = make_update(
-    model, algorithms.make("gtpo"), optimizer, micro_batches=micro_batches, head_chunk=64
+    model,
+    algorithms.make("gtpo"),
+    optimizer,
+    UpdateSettings(micro_batches=micro_batches, head_chunk=64),
   )
   state = init_state(on_mesh_of(params, model), optimizer, model)
   for _ in range(2):

@@ -13,7 +13,7 @@ from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import shard_batch
 from gtpo_jax.training.packing import plan_rows
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
-from gtpo_jax.training.update import make_update
+from gtpo_jax.training.update import UpdateSettings, make_update
 
 pytestmark = pytest.mark.devices
 
@@ -57,7 +57,10 @@ def three_steps(mesh, micro_batches=1, pack=False):
   model = Transformer(CONFIG, mesh)
   optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, eps=1e-3), 10)
   update = make_update(
-    model, algorithms.make("gtpo"), optimizer, micro_batches=micro_batches, head_chunk=64
+    model,
+    algorithms.make("gtpo"),
+    optimizer,
+    UpdateSettings(micro_batches=micro_batches, head_chunk=64),
   )
   state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
   losses = []

@@ -22,7 +22,7 @@ from gtpo_jax.training.gradient import FrozenParams, Minibatch, make_gradient
 from gtpo_jax.training.log_probs import Reading, head_settings, score_with_routers
 from gtpo_jax.training.packing import plan_rows
 from gtpo_jax.training.state import init_state, make_optimizer
-from gtpo_jax.training.update import make_update
+from gtpo_jax.training.update import UpdateSettings, make_update
 
 CONFIG = ModelConfig(
   vocab_size=48,
@@ -193,7 +193,7 @@ def test_an_update_measures_routers():
   params, _, rollouts = sampled()
   optimizer = make_optimizer(SGD_WITHOUT_DECAY, 10)
   model = model_of(router_balance=0.1)
-  update = make_update(model, algorithms.make("gtpo"), optimizer, head_chunk=64)
+  update = make_update(model, algorithms.make("gtpo"), optimizer, UpdateSettings(head_chunk=64))
   other = perturbed(params)
   state = init_state(jax.tree.map(jnp.copy, other), optimizer, model)
   _, metrics = update(state, rollouts, rewards_of(rollouts))

@@ -31,7 +31,7 @@ from gtpo_jax.training.state import (
   make_optimizer,
   make_schedule,
 )
-from gtpo_jax.training.update import make_update
+from gtpo_jax.training.update import UpdateSettings, make_update
 
 
 @pytest.mark.devices
@@ -186,7 +186,9 @@ def test_offloaded_moments_do_not_change_the_result(shape):
   states = {}
   for offload in (False, True):
     optimizer = make_optimizer(dataclasses.replace(SGD_LIKE, offload=offload), 10)
-    update = make_update(model, algorithms.make("gtpo"), optimizer, minibatches=2, head_chunk=64)
+    update = make_update(
+      model, algorithms.make("gtpo"), optimizer, UpdateSettings(minibatches=2, head_chunk=64)
+    )
     state = init_state(params_on(model), optimizer, model)
     kinds = memory_kinds(state.opt_state)
     assert len(kinds) == 1

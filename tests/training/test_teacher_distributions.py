@@ -20,7 +20,7 @@ from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.training.head import HeadSettings, TeacherStates, loss_and_log_probs
 from gtpo_jax.training.packing import plan_rows
 from gtpo_jax.training.state import init_state, make_optimizer
-from gtpo_jax.training.update import make_update
+from gtpo_jax.training.update import UpdateSettings, make_update
 
 KINDS = {
   "reverse_kl": Distillation(divergence="reverse_kl"),
@@ -199,7 +199,7 @@ def run(
   optimizer = make_optimizer(SGD_LIKE, 10)
   algorithm = algorithms.make(name, distillation or KINDS["jsd"])
   update = make_update(
-    model, algorithm, optimizer, micro_batches=micro_batches, head_chunk=16, teacher=teacher
+    model, algorithm, optimizer, UpdateSettings(micro_batches=micro_batches, head_chunk=16), teacher
   )
   state = init_state(params_on(model), optimizer, model)
   of_teacher = () if own else (params_on(model) if agree else teacher_params(),)

@@ -35,7 +35,7 @@ from gtpo_jax.models.config import Lora
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.training.log_probs import Reading, head_settings, score
 from gtpo_jax.training.state import abstract_state, init_state, make_optimizer
-from gtpo_jax.training.update import make_update
+from gtpo_jax.training.update import UpdateSettings, make_update
 
 
 @pytest.mark.parametrize("name", ["gtpo", pytest.param("grpo_s", marks=pytest.mark.manual)])
@@ -92,7 +92,10 @@ def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_b
   model = Transformer(CONFIG, mesh)
   optimizer = make_optimizer(SGD_LIKE, 10)
   update = make_update(
-    model, algorithms.make(name), optimizer, micro_batches=micro_batches, head_chunk=64
+    model,
+    algorithms.make(name),
+    optimizer,
+    UpdateSettings(micro_batches=micro_batches, head_chunk=64),
   )
   good = shard_batch(batch(), mesh)
   state, _ = update(init_state(params_on(model), optimizer, model), *good)
@@ -154,7 +157,7 @@ def test_the_entropy_coefficient_is_part_of_the_state():
   optimizer = make_optimizer(SGD_WITHOUT_DECAY, 10, 2, algorithm.recipe.entropy_bonus.initial_coef)
   state = init_state(params_on(model), optimizer, model)
   assert float(state.entropy_coef) == np.float32(0.01)
-  update = make_update(model, algorithm, optimizer, minibatches=2, head_chunk=64)
+  update = make_update(model, algorithm, optimizer, UpdateSettings(minibatches=2, head_chunk=64))
   state, metrics = update(state, *shard_batch(batch(), model.mesh))
   np.testing.assert_allclose(state.entropy_coef, 0.02, rtol=1e-6)
   np.testing.assert_allclose(metrics["entropy/coef"], 0.0125, rtol=1e-6)  # mean of 0.01 and 0.015
@@ -256,7 +259,10 @@ def test_the_number_of_products_with_the_head(name, lora, micro_batches, product
   optimizer = make_optimizer(SGD_LIKE, 10)
   chunk = 64 // micro_batches
   update = make_update(
-    model, algorithms.make(name), optimizer, micro_batches=micro_batches, head_chunk=chunk
+    model,
+    algorithms.make(name),
+    optimizer,
+    UpdateSettings(micro_batches=micro_batches, head_chunk=chunk),
   )
   program = update.lower(abstract_state(model, optimizer), *batch()).compile().as_text()
   shapes = dict(re.findall(r"(%[\w.-]+) = \w+\[([\d,]*)\]", program))

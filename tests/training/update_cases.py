@@ -15,7 +15,7 @@ from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
-from gtpo_jax.training.update import make_update
+from gtpo_jax.training.update import UpdateSettings, make_update
 
 CONFIG = TOY
 N = 8
@@ -148,15 +148,8 @@ def run(
   """The state and the metrics after one update, on the host."""
   model = Transformer(CONFIG, mesh or single_device_mesh())
   optimizer = make_optimizer(optimizer, 10)
-  update = make_update(
-    model,
-    algorithms.make(name, **settings),
-    optimizer,
-    minibatches=minibatches,
-    epochs=epochs,
-    micro_batches=micro_batches,
-    head_chunk=head_chunk,
-  )
+  division = UpdateSettings(1.0, minibatches, epochs, micro_batches, head_chunk)
+  update = make_update(model, algorithms.make(name, **settings), optimizer, division)
   state = init_state(params_on(model), optimizer, model)
   state, metrics = update(state, *shard_batch(data or batch(), model.mesh))
   return jax.device_get(state), {key: float(value) for key, value in metrics.items()}
