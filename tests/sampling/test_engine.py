@@ -249,12 +249,6 @@ def test_completions_of_one_token():
   assert (every_token_stops.mask.sum(-1) == 1).all() and every_token_stops.finished.all()
 
 
-def test_a_completion_is_the_same_alone_as_among_many(built):
-  many = sample(built, RAGGED_PROMPTS, group=6)
-  single = sample(built, RAGGED_PROMPTS[:1], group=1)
-  np.testing.assert_array_equal(single.tokens[0, 0], many.tokens[0, 0])
-
-
 def test_a_caller_that_raises_leaves_the_engine_usable(built):
   slow = build(engine_config=EngineConfig(slots=4, chunk=2))
   _, engine, layout = slow
