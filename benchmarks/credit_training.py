@@ -133,6 +133,7 @@ def train_real(
   params: Params,
   arm: Arm,
   sizes: Sizes,
+  minibatches: int = MINIBATCHES,
 ) -> dict[str, Any]:
   """Trains and evaluates; returns the curve and the evaluations as plain data.
 
@@ -144,11 +145,14 @@ def train_real(
     params: the base model; donated.
     arm: assigns the credit; it must not change advantages in another way.
     sizes: how long the run is.
+    minibatches: gradient updates of a step.
   """
   if arm.change is not None:
     raise ValueError("only arms that replace entropies can be trained here")
   collector = collector_of(config, worker, rewards)
-  optimizer, update = shared_update(worker, arm.algorithm, config.optimizer, sizes.steps)
+  optimizer, update = shared_update(
+    worker, arm.algorithm, config.optimizer, sizes.steps, minibatches
+  )
   state = init_state(params, optimizer, worker.model)
   curve = []
   evaluations = {}
@@ -168,13 +172,12 @@ def train_real(
 
 @functools.cache
 def shared_update(
-  worker: RolloutWorker, algorithm: Algorithm, config: OptimizerConfig, steps: int
+  worker: RolloutWorker, algorithm: Algorithm, config: OptimizerConfig, steps: int, minibatches: int
 ) -> tuple[Optimizer, Update]:
   """Returns the optimizer and the update of an arm, which its seeds share."""
-  optimizer = make_optimizer(config, steps, MINIBATCHES)
-  return optimizer, make_update(
-    worker.model, algorithm, optimizer, UpdateSettings(minibatches=MINIBATCHES)
-  )
+  optimizer = make_optimizer(config, steps, minibatches)
+  settings = UpdateSettings(minibatches=minibatches)
+  return optimizer, make_update(worker.model, algorithm, optimizer, settings)
 
 
 def batch_scores(batch: ArmBatch) -> dict[str, float]:

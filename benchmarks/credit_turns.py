@@ -63,6 +63,7 @@ STAGES = ("train", "truth", "tables")
 SEEDS = 5
 SIZES = Sizes(steps=12, every=12, problems=32, samples=4)
 LAST_STEPS = 4
+LAST_TASK = "guess127"
 TRUTH_BATCHES = 4
 TRUTH_PROMPTS = 32  # of each
 # All arms are one algorithm, which trains on every group and averages over tokens.
@@ -87,8 +88,8 @@ CONTROLS = {
 # By task: its arms. Only the calls of a chain have rewards of their own.
 TRAINED = {
   "guess31": ("outcome", "state", "outcome, entropy", "state, entropy"),
-  "guess127": ("outcome", "state"),
   "chain": ("outcome", "state", "reward", "state, entropy"),
+  "guess127": ("outcome", "state"),
 }
 HEADS = ("arm", "seeds", "steps 2 on", "difference, 95 % interval", "p, Holm", "last 4", "held out")
 
@@ -108,10 +109,15 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_training(cells: Cells) -> None:
-  """Trains what has no result: all arms and tasks of a seed before the next seed."""
-  pairs = [(task, arm) for task in TRAINED for arm in TRAINED[task]]
-  for seed, (task, arm) in itertools.product(range(SEEDS), pairs):
+  """Trains what has no result: all arms of a seed before the next seed, the longest task last."""
+  pairs = [(task, arm) for task in TRAINED for arm in TRAINED[task] if task != LAST_TASK]
+  last = [(LAST_TASK, arm) for arm in TRAINED[LAST_TASK]]
+  for seed, (task, arm) in (
+    *itertools.product(range(SEEDS), pairs),
+    *itertools.product(range(SEEDS), last),
+  ):
     settings = {"task": task, "arm": arm, "seed": seed, **dataclasses.asdict(SIZES)}
+    settings["prompts"] = config_of(task, {}).batch.prompts
     make = functools.partial(train_cell, cells.out, task, arm, seed)
     cells.compute(f"run-{task}-{slug(arm)}-{seed}", settings, make)
 
@@ -122,7 +128,8 @@ def train_cell(out: Path, task: str, arm: str, seed: int) -> dict[str, Any]:
   worker = shared_worker(task)
   with contextlib.closing(RewardManager(config)) as rewards:
     params = open_base(out, task, worker)
-    return train_real(config, worker, rewards, params, Arm(config.resolved_algorithm), SIZES)
+    arm = Arm(config.resolved_algorithm)
+    return train_real(config, worker, rewards, params, arm, SIZES, minibatches=1)
 
 
 def run_truth(cells: Cells) -> None:

@@ -131,7 +131,7 @@ def config_of(task: str, algorithm: Mapping[str, Any], seed: int = 0, **changes:
     "seed": seed,
     "log.tensorboard": False,
     "batch.pack": False,  # packing would compile many shapes
-    "batch.prompts": 8,
+    "batch.prompts": 16,
     **TURN_TASKS[task],
     **{f"algorithm.{key}": value for key, value in algorithm.items()},
     **{key.replace("__", "."): value for key, value in changes.items()},
