@@ -5,7 +5,7 @@ At each position, with alpha = exp(log_decay) and unit keys (equation 10 there, 
   S <- alpha S + beta k (v - alpha S^T k)^T,    output = S^T q
 
 In chunks (2406.06484, section 3.2) the corrections of a chunk follow from a triangular system, so
-that matrix products do most of the work. All of it is float32.
+that matrix products do all of the work. All of it is float32.
 
 In shapes, e is the number of features of a key and f that of a value.
 """
@@ -16,6 +16,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gtpo_jax.models.kinds import DeltaSizes
 
@@ -68,9 +69,7 @@ def chunked_delta_rule(
   scaled = beta[..., None] * k
   system = product("...ie,...je->...ij", scaled, k) * between
   sides = jnp.concatenate([beta[..., None] * v, scaled * decayed], -1)
-  solved = jax.lax.linalg.triangular_solve(
-    system, sides, left_side=True, lower=True, unit_diagonal=True
-  )
+  solved = _solve(system, sides, precision)
   values, reads = jnp.split(solved, [f], -1)  # corrections if the memory were 0; what they read
   queries = q * decayed
   # Towards the end of the chunk: what is left of each correction, and of the memory before it.
@@ -118,7 +117,8 @@ def rule_flops(sizes: DeltaSizes) -> int:
   """Returns the FLOP of the products of the chunked rule for one position of a layer."""
   e, f = sizes.key_dim, sizes.value_dim
   of_memory = 3 * e * f
-  of_chunk = CHUNK * (2 * e + f + (e + f) // 2)
+  inverse = 2 * CHUNK * (CHUNK.bit_length() - 1)
+  of_chunk = CHUNK * (2 * e + f + (e + f) + inverse)
   return 2 * sizes.value_heads * (of_memory + of_chunk)
 
 
@@ -150,6 +150,61 @@ def delta_step(
   correction = beta[..., None] * (v - recall(k))
   out = recall(q) + (q * k).sum(-1, keepdims=True) * correction
   return out, decay[..., None] * memory + k[..., None] * correction[..., None, :]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _solve(system: jax.Array, sides: jax.Array, precision: str) -> jax.Array:
+  """Solves unit lower triangular systems by products with their inverses.
+
+  Two of JAX's triangular solves that a program runs at once on a CPU can wait for each other
+  forever (jaxlib 0.10.2: each occupies a thread of XLA's pool while it waits for others).
+
+  Args:
+    system: f32[..., c, c]; what is on and above the diagonal is not read.
+    sides: f32[..., c, m].
+    precision: of the products, except for those of the inverse.
+  """
+  return _solved(system, sides, precision)[0]
+
+
+def _solved(
+  system: jax.Array, sides: jax.Array, precision: str
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  inverse = _inverse(system)
+  solved = jnp.einsum("...ij,...jm->...im", inverse, sides, precision=precision)
+  return solved, (inverse, solved)
+
+
+def _gradients(
+  precision: str, saved: tuple[jax.Array, jax.Array], d_out: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  inverse, solved = saved
+  d_sides = jnp.einsum("...ji,...jm->...im", inverse, d_out, precision=precision)
+  d_system = -jnp.einsum("...im,...jm->...ij", d_sides, solved, precision=precision)
+  return jnp.tril(d_system, -1), d_sides
+
+
+_solve.defvjp(_solved, _gradients)
+
+
+def _inverse(system: jax.Array) -> jax.Array:
+  """Returns the inverses of unit lower triangular matrices f32[..., c, c].
+
+  From those of the blocks on the diagonal follow those of blocks twice as large: of
+  [[A, 0], [C, B]] it is [[A', 0], [-B' C A', B']]. Powers of a matrix, whose sum it is too, may be
+  larger than the sum by many orders of magnitude.
+  """
+  c = system.shape[-1]
+  row, column = np.indices((c, c))
+  inverse = jnp.eye(c)
+  product = functools.partial(jnp.einsum, "...ij,...jk->...ik", precision="highest")
+  size = 1
+  while size < c:
+    is_pair = row // (2 * size) == column // (2 * size)
+    below = np.where(is_pair & (row // size > column // size), 1.0, 0.0).astype(np.float32)
+    inverse = inverse - product(product(inverse, system * below), inverse)
+    size *= 2
+  return jnp.broadcast_to(inverse, system.shape)
 
 
 def _in_chunks(x: jax.Array, axis: int, chunk: int) -> jax.Array:
