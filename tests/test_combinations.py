@@ -105,3 +105,17 @@ def test_three_hundred_random_combinations_train_or_are_refused():
   print(f"{trained} trained, {refused.total()} refused for {len(refused)} reasons")
   assert not failures, "\n".join(map(str, failures))
   assert trained > 60
+
+
+@pytest.mark.manual
+def test_ten_random_combinations_train_a_mixture_of_experts():
+  draw = random.Random(1)
+  trained = 0
+  while trained < 10:
+    point = {name: draw.choice(values) for name, values in CHOICES.items()}
+    point |= {
+      "model.preset": "tiny-moe",
+      "model.router_replay": draw.choice((True, True, False)),
+      "model.router_balance": draw.choice((0.0, 0.01)),
+    }
+    trained += not check(point)

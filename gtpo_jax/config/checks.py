@@ -17,7 +17,7 @@ from gtpo_jax.config.sections import (
 )
 from gtpo_jax.data.sources import is_source
 from gtpo_jax.data.tasks import FILLER, TASKS, Forks
-from gtpo_jax.models.presets import PRESETS
+from gtpo_jax.models.presets import PRESETS, TINY_MOE
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 
@@ -39,7 +39,8 @@ def check_model(model: ModelSection, sampling: SamplingSection) -> None:
       f"sampling.weights_dtype = {sampling.weights_dtype!r} has no effect on the base, "
       f"which is {model.quantize} already (model.quantize); leave it empty"
     )
-  model.with_formats(PRESETS[preset], "float32")  # checks the formats
+  # Checks the formats. A model that is not known yet may have all that adapters can name.
+  model.with_formats(TINY_MOE if model.path else PRESETS[preset], "float32")
 
 
 def check_data(data: DataSection, evaluation: EvalSection) -> None:

@@ -152,17 +152,22 @@ def test_the_warm_start_starts_over(events, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "moves",
-  [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.manual)],
+  ("preset", "moves"),
+  [
+    pytest.param("tiny", False, marks=pytest.mark.slow),
+    pytest.param("tiny-moe", False, marks=pytest.mark.slow),
+    pytest.param("tiny", True, marks=pytest.mark.manual),
+  ],
 )
-def test_tokens_that_were_carried_over_resume_exactly(moves, tmp_path):
+def test_tokens_that_were_carried_over_resume_exactly(preset, moves, tmp_path):
   """Unfinished completions are in the checkpoint; what was drawn since is drawn again.
 
-  If the run moves to eight devices, it goes on with the same completions.
+  So are the experts that computed their tokens. If the run moves to eight devices, it goes on with
+  the same completions.
   """
   more = {"algorithm.name": "gtpo", "algorithm.tis_cap": 2.0, "reward.parts": "correct"}
   engine = {"sampling.staleness": 2, "sampling.slots": 5, "sampling.chunk": 3}
-  settings = {**SETTINGS, **more, **engine}
+  settings = {**SETTINGS, **more, **engine, "model.preset": preset}
   done = start(tmp_path / "undisturbed", "-", settings)
   assert done.returncode == 0, done.stderr
   expected = read_result(tmp_path / "undisturbed")

@@ -1,0 +1,21 @@
+"""GTPO on a mixture of experts, Qwen3-30B-A3B, with the problems and lengths of 2508.04349.
+
+    gtpo train --config=configs/qwen3_30b_a3b_gtpo.py --workdir=runs/moe --config.model.path=Qwen/Qwen3-30B-A3B
+
+Hardware: all parameters on 16 v5p chips (2x2x4). Its memory and programs are those of `gtpo plan`;
+it has not been run.
+"""
+
+from gtpo_jax.config.published import paper
+
+
+def get_config():
+  config = paper("7b", "gtpo")
+  config.model.preset = "qwen3-30b-a3b"
+  config.mesh.expert = 8
+  config.mesh.fsdp = 2
+  config.mesh.data = 1
+  config.mesh.tensor = 1
+  config.batch.micro_batches = 8
+  config.model.remat = "full"
+  return config
