@@ -1,6 +1,7 @@
-"""GTPO on a mixture of experts, Qwen3-30B-A3B, with the problems and lengths of 2508.04349.
+r"""GTPO on a mixture of experts, Qwen3-30B-A3B, with the problems and lengths of 2508.04349.
 
-    gtpo train --config=configs/qwen3_30b_a3b_gtpo.py --workdir=runs/moe --config.model.path=Qwen/Qwen3-30B-A3B
+    gtpo train --config=configs/qwen3_30b_a3b_gtpo.py --workdir=WORKDIR \
+               --config.model.path=Qwen/Qwen3-30B-A3B
 
 Hardware: all parameters on 16 v5p chips (2x2x4). Its memory and programs are those of `gtpo plan`;
 it has not been run.

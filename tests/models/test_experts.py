@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import ModelConfig, Transformer, init_params, save_adapter
 from gtpo_jax.models.config import Lora
 from gtpo_jax.models.experts.products import experts_output, plan_rows
 from gtpo_jax.models.experts.routing import (
@@ -236,3 +236,17 @@ def test_int8_experts_are_near_and_the_router_is_not_quantised():
     want = np.asarray(jax.jit(model.apply)({"params": params}, tokens))
     got = np.asarray(jax.jit(int8.apply)({"params": base}, tokens))
     assert 0 < np.abs(got - want).mean() < 0.05 * np.abs(want).mean()
+
+
+def test_adapters_of_experts_are_not_saved_for_peft(tmp_path):
+  config = ModelConfig(
+    **SIZES,
+    mlp=48,
+    model_type="qwen2_moe",
+    kinds=(LayerKind(mlp="experts"),),
+    mixture=Mixture(5, 2, 24, True, 16),
+    lora=Lora(2, targets=("q", "experts")),
+  )
+  model = Transformer(config, single_device_mesh())
+  with pytest.raises(UserError, match="PEFT cannot load adapters of experts"):
+    save_adapter(model, {}, tmp_path / "out", "base")

@@ -187,7 +187,9 @@ def test_transformers_reads_what_we_save(case, tmp_path):
   "name",
   [
     *("qwen3", "gemma3", "qwen3_5"),
-    *(pytest.param(x, marks=pytest.mark.manual) for x in ("llama-untied", *NEWER[:-2])),
+    *(
+      pytest.param(x, marks=pytest.mark.manual) for x in ("llama-untied", "qwen2_moe", *NEWER[:-2])
+    ),
   ],
 )
 @pytest.mark.slow

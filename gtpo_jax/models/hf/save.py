@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gtpo_jax.models.config import DTYPES, ModelConfig
+from gtpo_jax.models.config import DTYPES, EXPERTS, ModelConfig
 from gtpo_jax.models.hf.atomic_folder import atomic_folder
 from gtpo_jax.models.hf.config_json import (
   is_multimodal,
@@ -149,12 +149,18 @@ def save_adapter(
     source: the folder of that model; None if it is a text model.
 
   Raises:
-    UserError: the model has no adapters, or the folder is not empty or cannot be written.
+    UserError: the model has no adapters, or adapters of experts, or the folder is not empty or
+      cannot be written.
   """
   lora = model.config.lora
   if not lora.rank:
     raise UserError(
       "this model has no adapters (model.lora_rank = 0); export the full model instead"
+    )
+  if EXPERTS in lora.targets:
+    raise UserError(
+      "PEFT cannot load adapters of experts, which Transformers stores as one parameter (and "
+      "model.lora_targets names experts); export the full model instead"
     )
   with atomic_folder(storage_path(folder)) as out:
     tensors = hf_from_adapters(model, params)
