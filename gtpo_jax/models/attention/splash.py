@@ -14,8 +14,13 @@ from gtpo_jax.models.attention.flash import ATTENTION_RESIDUALS
 from gtpo_jax.models.attention.own_rows import in_own_rows
 from gtpo_jax.models.attention.sources import KV, AttentionContext
 
-TILE = 128  # positions are padded to a multiple of this
-BLOCKS = (512, 256, 128)  # positions per kernel step; the largest that divides their number is used
+TILE = 128  # the positions of a block are a multiple of this
+# The most positions of a block. Of 2,048, the scores do not fit in the memory that the compiler
+# gives a kernel on a chip; from 1,024 on, products take far longer than reading their operands.
+LARGEST_BLOCK = 1024
+# The fused backward kernel computes the scores once instead of twice, but its gradient of the
+# queries has a copy for each block of keys. It is used for at most so many blocks.
+FUSED_BLOCKS = 4
 
 
 def attend_with_splash(
@@ -55,15 +60,17 @@ def attend_with_splash(
   own_length = context.own.v.shape[3]
   prompt_length = length - own_length
   queries = (q * e**-0.5).astype(q.dtype).reshape(n * g, kv_heads, h // kv_heads, s, e)
-  queries = _pad_to_tile(queries, 3)
-  keys, values = (_pad_to_tile(x.reshape(n * g, kv_heads, length, e), 2) for x in (k, v))
+  blocks = (_block(s), _block(length))
+  queries = _pad(queries, 3, blocks[0])
+  keys, values = (_pad(x.reshape(n * g, kv_heads, length, e), 2, blocks[1]) for x in (k, v))
   if query_shard is None:
     query_segment = segment[..., -own_length:]
   else:
     positions = jnp.asarray(prompt_length + query_shard.positions)[query_shard.index]
     query_segment = jnp.take(segment, positions, axis=2)
+  segments = zip((query_segment, segment), blocks, strict=True)
   segment_ids = splash_attention.SegmentIds(
-    *(_pad_to_tile(x.reshape(n * g, -1), 1) for x in (query_segment, segment))
+    *(_pad(x.reshape(n * g, -1), 1, block) for x, block in segments)
   )
   sizes = (queries.shape[3], keys.shape[2])
   shards = own_length // s
@@ -77,7 +84,7 @@ def attend_with_splash(
     mask.q_sequence = padded.reshape(-1)
   kernel = splash_attention.make_splash_mqa(
     splash_attention.MultiHeadMask([mask] * (h // kv_heads)),
-    block_sizes=_block_sizes(*sizes),
+    block_sizes=_block_sizes(*blocks, fused=sizes[1] <= FUSED_BLOCKS * blocks[1]),
     residual_checkpoint_name=ATTENTION_RESIDUALS,
     interpret=interpret,
     head_shards=1,
@@ -89,9 +96,15 @@ def attend_with_splash(
   return jax.vmap(of_row)(queries, keys, values, segment_ids)[..., :s, :].reshape(q.shape)
 
 
-def _pad_to_tile(x: jax.Array, axis: int) -> jax.Array:
-  """Pads `axis` with zeros to a multiple of `TILE`."""
-  return jnp.pad(x, [(0, -x.shape[i] % TILE if i == axis else 0) for i in range(x.ndim)])
+def _block(length: int) -> int:
+  """Returns the positions of a block: `length` is divided into the fewest, of almost equal size."""
+  count = -(-length // LARGEST_BLOCK)
+  return -(-length // (count * TILE)) * TILE
+
+
+def _pad(x: jax.Array, axis: int, block: int) -> jax.Array:
+  """Pads `axis` with zeros to a multiple of `block`."""
+  return jnp.pad(x, [(0, -x.shape[i] % block if i == axis else 0) for i in range(x.ndim)])
 
 
 def _kernel_of_shard(kernel: Callable, index: jax.Array, shards: int) -> Callable:
@@ -108,8 +121,7 @@ def _kernel_of_shard(kernel: Callable, index: jax.Array, shards: int) -> Callabl
   return jax.tree.map(cut, kernel)
 
 
-def _block_sizes(queries: int, keys: int) -> splash_attention.BlockSizes:
-  q, kv = (next(size for size in BLOCKS if length % size == 0) for length in (queries, keys))
+def _block_sizes(q: int, kv: int, fused: bool) -> splash_attention.BlockSizes:
   return splash_attention.BlockSizes(
     block_q=q,
     block_kv=kv,
@@ -117,6 +129,7 @@ def _block_sizes(queries: int, keys: int) -> splash_attention.BlockSizes:
     block_q_dkv=q,
     block_kv_dkv=kv,
     block_kv_dkv_compute=kv,
-    block_q_dq=q,
-    block_kv_dq=kv,
+    block_q_dq=None if fused else q,
+    block_kv_dq=None if fused else kv,
+    use_fused_bwd_kernel=fused,
   )

@@ -199,7 +199,7 @@ def test_positions_on_a_mesh(kind, loop, monkeypatch):
 @pytest.mark.parametrize("s", [pytest.param(786, marks=pytest.mark.manual), 783])
 def test_shards_of_several_blocks(s, monkeypatch):
   """A shard's queries, balanced and contiguous, take three of the kernel's blocks."""
-  monkeypatch.setattr(splash, "BLOCKS", (128,))
+  monkeypatch.setattr(splash, "LARGEST_BLOCK", 128)
   config = dataclasses.replace(PRESETS["tiny"], attention="splash")
   attend = functools.partial(attend_causally, config, mesh_of(1, 1, 3, 1))
   assert_same(attend, inputs, s=s)
@@ -325,3 +325,10 @@ def test_a_gpu_without_bfloat16_units_is_refused():
   config = dataclasses.replace(PRESETS["tiny"], compute_dtype="bfloat16")
   with pytest.raises(UserError, match=r"T4 has no bfloat16 .*dtype=float16, which auto chooses"):
     attention_kind(config, unattached_mesh("gpu", "Tesla T4", "7.5"))
+
+
+@pytest.mark.parametrize(
+  ("length", "block"), [(1, 128), (128, 128), (700, 768), (1024, 1024), (1025, 640), (2176, 768)]
+)
+def test_splash_divides_a_length_into_few_blocks(length, block):
+  assert splash._block(length) == block
