@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from gtpo_jax.logs.log_files import LogFile, is_sample
 from gtpo_jax.logs.sessions import duration, read_sessions
 from gtpo_jax.logs.text import visible
 from gtpo_jax.report.runs import RunGroup, RunLogs, number
 
+# Groups that differ in one of these are not compared.
+COMPARABLE = ("model.preset", "model.path", "warm_start.steps", "data.eval")
 SAMPLES = 3  # completions shown of the first and of the last step
 
 
@@ -35,6 +38,35 @@ def verdict(group: RunGroup) -> str:
   at = steps if evaluated[-1] == last else f"{evaluated[-1]} of {planned} steps"
   certainty = _certainty(intervals[0, [0, -1]]) if len(group.runs) == 1 else ""
   return f"Held-out accuracy {change} in {at}{seeds}{certainty}."
+
+
+def against(first: RunGroup, group: RunGroup) -> str:
+  """Returns one sentence on a group's held-out accuracy less that of the first group.
+
+  Runs of equal seeds are pairs, at the last step that all have evaluated; the interval is that of a
+  paired t-test. "" if the groups differ in the base or in what is evaluated, or have no pair.
+  """
+  pairs = [(a, b) for a in first.runs for b in group.runs if a.config["seed"] == b.config["seed"]]
+  a, b = (RunGroup("", runs) for runs in zip(*pairs, strict=True)) if pairs else (first, group)
+  same = all(a.runs[0].config.get(name) == b.runs[0].config.get(name) for name in COMPARABLE)
+  key = next((key for key in a.eval_keys if "/mean@" in key and key in b.eval_keys), None)
+  if not (pairs and same and key):
+    return ""
+  (steps, values, _), (other_steps, others, _) = a.evaluated(key), b.evaluated(key)
+  common = [step for step in steps.tolist() if step and step in other_steps]
+  if not common:
+    return ""
+  at = lambda steps, values: values[:, steps.tolist().index(common[-1])]
+  points = 100 * (at(other_steps, others) - at(steps, values))
+  mean = points.mean()
+  if np.isnan(mean):
+    return ""
+  certainty = "one pair of seeds, so without an interval"
+  if len(points) > 1:
+    half = stats.t.ppf(0.975, len(points) - 1) * points.std(ddof=1) / math.sqrt(len(points))
+    low, high = mean - half, mean + half
+    certainty = f"{len(points)} pairs of seeds, 95 % interval {low:+.1f} to {high:+.1f}"
+  return f" Against {first.label}: {mean:+.1f} points at step {common[-1]} ({certainty})."
 
 
 def _certainty(ends: np.ndarray) -> str:

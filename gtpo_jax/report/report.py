@@ -20,7 +20,15 @@ from gtpo_jax.report.figures import (
   time_split,
 )
 from gtpo_jax.report.inline_svg import BOX
-from gtpo_jax.report.overview import execution, held_out, judge_cost, samples, settings, verdict
+from gtpo_jax.report.overview import (
+  against,
+  execution,
+  held_out,
+  judge_cost,
+  samples,
+  settings,
+  verdict,
+)
 from gtpo_jax.report.runs import RunGroup, RunLogs, group_runs, number, read_run, run_label
 from gtpo_jax.report.timeline import timeline_figure
 from gtpo_jax.report.truth_figure import truth_figure
@@ -58,7 +66,10 @@ def make_report(workdirs: Sequence[Path]) -> str:
     title=_title(groups),
     version=gtpo_jax.__version__,
     labels=[visible(group.label) for group in groups],
-    verdicts=[verdict(group) for group in groups],
+    verdicts=[
+      verdict(group) + (visible(against(groups[0], group)) if group is not groups[0] else "")
+      for group in groups
+    ],
     runs=[_row(color, group, run) for color, group in enumerate(groups) for run in group.runs],
     samples=_samples(groups),
     facts=_facts(groups),

@@ -23,7 +23,6 @@ from gtpo_jax.storage.paths import is_remote
 # Fields in which runs of one group may differ: the seed, and how a run executes and logs.
 IGNORED = ("seed", *(name for name in MAY_CHANGE if name not in ("steps", "eval")))
 MAX_GROUPS = 8  # the number of distinguishable colors
-MAX_LABEL_FIELDS = 3  # maximum fields in a group's label
 OF_ALL = "eval/all/"  # metrics over several sources of problems, each of which has its own too
 REQUIRED = {"reward/mean", "entropy/mean", "time/step"}  # metrics that every step must have
 
@@ -241,4 +240,4 @@ def _label(config: Mapping[str, Any], differing: Sequence[str]) -> str:
     for key in differing
     if key != "algorithm.name" and config[key] not in (None, published.get(key))
   ]
-  return ", ".join([name, *fields[:MAX_LABEL_FIELDS]])
+  return ", ".join([name, *fields])

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from run_rows import make_run
 
-from gtpo_jax.report.overview import describe_seconds, execution, samples, settings, verdict
+from gtpo_jax.report.overview import (
+  against,
+  describe_seconds,
+  execution,
+  samples,
+  settings,
+  verdict,
+)
 from gtpo_jax.report.runs import RunGroup
 
 KEY = "eval/sums/mean@8"
@@ -46,6 +53,21 @@ def test_the_verdict_of_several_seeds_and_of_an_unfinished_run():
   assert verdict(group((0.1, 0.5), last=12)) == (
     "Held-out accuracy rose from 10.0% to 50.0% in 12 of 50 steps so far."
   )
+
+
+def test_groups_of_one_base_are_compared_in_pairs_of_seeds():
+  """Differences of 10, 14 and 12 points: 12 +- 4.303 x 2 / sqrt(3)."""
+  first = group((0.1, 0.5), (0.1, 0.6), (0.1, 0.4))
+  other = group((0.1, 0.6), (0.1, 0.74), (0.1, 0.52), (0.1, 0.9))
+  assert against(first, other) == (
+    " Against gtpo: +12.0 points at step 50 (3 pairs of seeds, 95 % interval +7.0 to +17.0)."
+  )
+  assert against(group((0.1, 0.5)), group((0.1, 0.45))) == (
+    " Against gtpo: -5.0 points at step 50 (one pair of seeds, so without an interval)."
+  )
+  other_model = [dataclasses.replace(x, config=x.config | {"model.path": "x"}) for x in other.runs]
+  assert against(first, RunGroup("grpo", tuple(other_model))) == ""
+  assert against(first, group((0.1, 0.5), last=12)) == ""  # no step that both have evaluated
 
 
 def test_the_verdict_without_evaluations():
