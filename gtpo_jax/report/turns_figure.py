@@ -25,21 +25,20 @@ CONTROL = re.compile(r"<\|[^|<>]*\|>|</?s>")  # tokens that end a turn
 
 
 def turns_figure(groups: Sequence[RunGroup]) -> dict[str, Any] | None:
-  """Returns the figure and its numbers; None if no run has a credit record with turns' truth.
+  """Returns the figure and its numbers; None if no run's first credit record knows turns' truth.
 
-  It shows a prompt's episodes in the first such record of the first run, with the credit of the
-  algorithm that trained the run.
+  It shows a prompt's episodes in the first such record, with the credit of the algorithm that
+  trained the run.
   """
-  for group in groups:
-    for run in group.runs:
-      for file in credit_files(run.workdir).values():
-        record = read_credit(file)
-        at = first_tokens(record.mask[record.shown])
-        if np.isfinite(record.turn_truth[record.shown][at]).any():
-          signals = record.signals(run.algorithm)
-          _, advantages = shaped_and_advantages(run.algorithm, signals)
-          label = visible(run_label(group, run))
-          return _figure(record, np.asarray(advantages), signals.mask, label)
+  for group, run in [(of, run) for of in groups for run in of.runs]:
+    for file in list(credit_files(run.workdir).values())[:1]:
+      record = read_credit(file)
+      at = first_tokens(record.mask[record.shown])
+      if np.isfinite(record.turn_truth[record.shown][at]).any():
+        signals = record.signals(run.algorithm)
+        _, advantages = shaped_and_advantages(run.algorithm, signals)
+        label = visible(run_label(group, run))
+        return _figure(record, np.asarray(advantages), signals.mask, label)
   return None
 
 
