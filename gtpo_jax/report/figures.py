@@ -64,6 +64,21 @@ PANELS = (
   Panel(
     "Largest mismatch", "nats, log-prob of a token", {"mismatch/max_abs_logp": ""}, section="Update"
   ),
+  # Logged only with experts.
+  Panel(
+    "Other experts in the update",
+    "share of tokens",
+    {"mismatch/router": "any layer", "mismatch/router_layers": "mean over layers"},
+    percent=True,
+    section="Update",
+  ),
+  Panel(
+    "Largest share of an expert",
+    "of a layer's tokens",
+    {"router/largest_share": ""},
+    percent=True,
+    section="Update",
+  ),
   Panel("Gradient norm", "before clipping", {"grad_norm": ""}, section="Update"),
   Panel(
     "Effective sample size",
