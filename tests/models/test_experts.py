@@ -215,6 +215,7 @@ def test_the_sizes_of_a_mixture_are_checked():
     ModelConfig(**SIZES, mlp=48, lora=Lora(4, targets=("q", "experts")))
 
 
+@pytest.mark.slow
 def test_int8_experts_are_near_and_the_router_is_not_quantised():
   config = ModelConfig(
     **SIZES,
