@@ -23,7 +23,7 @@ CHANGES = {
   "olmo2": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
   "olmo3": {"model": {"lora_rank": 4, "quantize": "int8"}},
   "gemma3": {"sampling": {"staleness": 1}},
-  "qwen3_5": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "sampling": {"staleness": 1}},
+  "qwen3_5": {"sampling": {"staleness": 1}},
   "qwen3_moe": {"model": {"router_balance": 0.01}},
   "qwen3_moe-dense": {"sampling": {"staleness": 1}},
   "qwen2_moe": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},

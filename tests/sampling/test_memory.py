@@ -5,12 +5,14 @@ import dataclasses
 import jax
 import pytest
 from small import CONFIG, RAGGED_PROMPTS, assert_same, build, sample
+from test_layer_kinds import DELTA_NETS
 
 from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
-from gtpo_jax.sampling.settings import Demand, EngineConfig
+from gtpo_jax.sampling.programs import state_bytes
+from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
 
 PAGED = EngineConfig(slots=10, chunk=12, attention="triton", page_size=16)
 WIDE = dataclasses.replace(CONFIG, head_dim=16)
@@ -49,6 +51,26 @@ def test_the_pool_takes_what_is_left():
     "tokens, or 10 of 10"
   )
   assert paged(0, fraction=0.5).pool.pages == 25  # a fraction is taken as it is
+
+
+def test_states_take_memory_beside_pages():
+  """Four gated delta nets keep 3 inputs of 2 x 28 features and 4 matrices of 8 x 6 numbers."""
+
+  def programs(memory):
+    demand = Demand(group=5, memory=memory)
+    settings = {"config": DELTA_NETS, "max_tokens": 60, "engine_config": PAGED, "demand": demand}
+    return build(**settings)[1].programs
+
+  everything = programs(None)
+  state = state_bytes(everything.model)
+  assert state == 4 * 4 * (3 * 2 * 28 + 4 * 8 * 6)
+  assert everything.slots == 10 and everything.entries == 3  # two groups, and half as many again
+  assert everything.new_state(everything.scheduler(4, 5), 16, SamplingParams()).prompts.delta[
+    0
+  ].memory.shape == (3, 1, 4, 8, 6)
+  beside = decode_bytes(everything.model) + 13 * state
+  beside += temporary_bytes(everything.model, 10, everything.pool)
+  assert programs(beside + 23 * page_bytes(everything.cache)).pool.pages == 23
 
 
 @pytest.mark.slow
