@@ -27,7 +27,7 @@ from gtpo_jax.runtime.mesh import single_device_mesh
 
 D, F, EXPERTS, K = 8, 6, 5, 2
 SIZES = {"vocab_size": 48, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
-FORMS = {"gathered": (2, "cpu"), "blocks": (41, "cpu"), "grouped": (41, "gpu")}  # tokens, platform
+FORMS = {"gathered": (2, "gpu"), "blocks": (41, "cpu"), "grouped": (41, "tpu")}  # tokens, platform
 
 
 def cases(t):
@@ -125,7 +125,7 @@ def test_a_cpu_computes_about_as_many_rows_as_there_are_choices():
   )
   inputs = (np.zeros((1000, D), np.float32), np.ones((1000, 2), np.float32))
   inputs += (np.zeros((1000, 2), np.int32), matrices(8))
-  assert flops("gpu") > 4 * flops("cpu")
+  assert flops("tpu") > 4 * flops("cpu")
 
 
 def test_the_router_chooses_the_largest_and_replays_what_was_recorded():
