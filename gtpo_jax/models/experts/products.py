@@ -5,9 +5,9 @@ There are two forms.
 - *Grouped*, on TPUs: the rows are sorted by expert, and `jax.lax.ragged_dot` multiplies each range
   of rows with a matrix.
 - *Blocks*, on CPUs and GPUs, where XLA computes a ragged product with every matrix (E times the
-  work, in jax 0.10.2 compiled for an H100 too), and everywhere for few tokens: the rows of an expert are padded to whole blocks, and each block is
-  multiplied with a copy of its matrix. With few tokens a block is one row, and only the matrices of
-  the chosen experts are read.
+  work, in jax 0.10.2 compiled for an H100 too), and everywhere for few tokens: the rows of an
+  expert are padded to whole blocks, and each block is multiplied with a copy of its matrix. With
+  few tokens a block is one row, and only the matrices of the chosen experts are read.
 """
 
 from __future__ import annotations
