@@ -26,7 +26,7 @@ MOST_WITH_TURNS = 24  # completions are read again after each turn, with each nu
 
 def count(name, topology):
   """The programs of sampling, evaluation and the update, on a mesh of two shards."""
-  mesh = ("data=1", "fsdp=-1", "context=1", "tensor=1")
+  mesh = ("data=1", "expert=1", "fsdp=-1", "context=1", "tensor=1")
   config = load(str(CONFIGS / f"{name}.py"), [f"--config.mesh.{size}" for size in mesh])
   devices, _ = topology_devices(topology)
   model = build_model(config, devices[:2])
