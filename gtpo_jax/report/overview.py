@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from gtpo_jax.logs.log_files import LogFile, is_sample
 from gtpo_jax.logs.sessions import duration, read_sessions
@@ -63,7 +63,7 @@ def against(first: RunGroup, group: RunGroup) -> str:
     return ""
   certainty = "one pair of seeds, so without an interval"
   if len(points) > 1:
-    half = stats.t.ppf(0.975, len(points) - 1) * points.std(ddof=1) / math.sqrt(len(points))
+    half = stdtrit(len(points) - 1, 0.975) * points.std(ddof=1) / math.sqrt(len(points))
     low, high = mean - half, mean + half
     certainty = f"{len(points)} pairs of seeds, 95 % interval {low:+.1f} to {high:+.1f}"
   return f" Against {first.label}: {mean:+.1f} points at step {common[-1]} ({certainty})."

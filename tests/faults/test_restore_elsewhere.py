@@ -58,7 +58,7 @@ def assert_same(restored, state):
 
 
 @pytest.mark.some(0, slow=1)
-@pytest.mark.parametrize(("mesh", "devices"), [("2,1,1,1", 1), ("1,2,1,2", 2)])
+@pytest.mark.parametrize(("mesh", "devices"), [("2,1,1,1,1", 1), ("1,1,2,1,2", 2)])
 def test_saved_on_eight_devices_and_restored_on_two_processes(saved, mesh, devices):
   folder, states = saved
   restored, printed = restore(folder, mesh, devices)
@@ -79,7 +79,7 @@ def test_damage_seen_by_one_process_makes_all_restore_the_previous_step(saved, t
   content = bytearray(file.read_bytes())
   content[len(content) // 2] ^= 1
   (tmp_path / "bad").write_bytes(content if damage == "flipped" else b"")
-  restored, printed = restore(folder, "2,1,1,1", 1, f"mount --bind {tmp_path / 'bad'} {file}")
+  restored, printed = restore(folder, "2,1,1,1,1", 1, f"mount --bind {tmp_path / 'bad'} {file}")
   assert "the checkpoint of step 2 is damaged" in printed[0], printed
   assert "trying step 1 instead" in printed[0]
   for each in restored:

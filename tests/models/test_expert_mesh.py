@@ -18,7 +18,7 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
-from gtpo_jax.training.gradient import FrozenParams, Minibatch, make_gradient
+from gtpo_jax.training.gradient import FrozenParams, Minibatch, UpdateSettings, make_gradient
 from gtpo_jax.training.packing import plan_rows
 
 CONFIG = ModelConfig(
@@ -76,7 +76,7 @@ def gradient(name, rollouts):
     advantages=advantages, weights=weights, log_probs_old=rollouts.log_probs
   )
   batch = shard_batch(Minibatch(rollouts, jax.device_get(signals)), mesh)
-  compute = jax.jit(make_gradient(model, algorithm, 1.0, 1, 64))
+  compute = jax.jit(make_gradient(model, algorithm, UpdateSettings(head_chunk=64)))
   grads, scores = compute(params, FrozenParams({}), batch, jax.random.key(0))
   return jax.device_get(grads), jax.device_get(scores)
 

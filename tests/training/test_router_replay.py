@@ -151,7 +151,8 @@ def gradient(model, params, rollouts, micro_batches=1):
     advantages=algorithm.advantages(signals), log_probs_old=rollouts.log_probs
   )
   signals = signals.replace(weights=algorithm.token_weights(signals.mask))
-  compute = jax.jit(make_gradient(model, algorithm, 1.0, micro_batches, 64))
+  settings = UpdateSettings(micro_batches=micro_batches, head_chunk=64)
+  compute = jax.jit(make_gradient(model, algorithm, settings))
   key = jax.random.key(0)
   return compute(params, FrozenParams({}), Minibatch(rollouts, signals), key)
 

@@ -140,7 +140,7 @@ def _text_values(values: dict[str, Any], path: str) -> tuple[dict[str, Any], Fam
   family = _family(values, path)
   given = {key: value for key, value in values.items() if value is not None or key in NULLABLE}
   if family.expert_mlp and "num_local_experts" in given:  # as Transformers 5 saves Qwen3-MoE
-    given.setdefault("num_experts", given["num_local_experts"])
+    given.setdefault("num_experts", size(given, "num_local_experts", path))
   return {**family.defaults, **given}, family
 
 

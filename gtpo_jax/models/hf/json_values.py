@@ -21,6 +21,7 @@ LARGEST_SIZES = {
   "sliding_window": 2**31 - 1,
   "original_max_position_embeddings": 2**31 - 1,
   "num_experts": 2**16 - 1,
+  "num_local_experts": 2**16 - 1,
   "num_experts_per_tok": 2**8,
   "moe_intermediate_size": 2**24,
   "shared_expert_intermediate_size": 2**24,

@@ -346,7 +346,13 @@ def _named_settings(config: ModelConfig) -> dict[str, Any]:
     key: set(matrices) <= set(config.biases)
     for key, matrices in config.family.optional_biases.items()
   }
-  return {"model_type": config.model_type, "tie_word_embeddings": config.tied, **biases}
+  settings = {"model_type": config.model_type, "tie_word_embeddings": config.tied, **biases}
+  if mixture := config.mixture:
+    count = "num_experts (or num_local_experts)"
+    settings |= {count: mixture.experts, config.family.expert_mlp: mixture.mlp}
+    if config.family.shared_mlp:
+      settings[config.family.shared_mlp] = mixture.shared
+  return settings
 
 
 def _check_tied(tensors: Mapping[str, Any]) -> None:
