@@ -66,9 +66,7 @@ class CreditRecord:
   divergence: np.ndarray  # f32[n, g, t], nats, from the teacher; 0 without one
   turn_reward: np.ndarray  # f32[n, g, t], as in `Rewards`; 0 if turns are not compared
   turn_state: np.ndarray  # i32[n, g, t], as in `Rewards`; 0 if turns are not compared
-  turn_truth: (
-    np.ndarray
-  )  # f32[n, g, t], true advantages of turns, NaN if unknown; see `_turn_truth`
+  turn_truth: np.ndarray  # f32[n, g, t], see `_turn_truth`; NaN if unknown
   truth: np.ndarray  # u8[n, g, t], the codes of `rollout.token_truth`; all 0 if they are unknown
   shown: np.ndarray  # i32[k], indices of the groups shown
   ids: np.ndarray  # i32[k, g, t], token ids; 0 after the end of a completion, like the next two

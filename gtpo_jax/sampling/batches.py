@@ -73,16 +73,6 @@ def rows_of(assigned: Assigned, rows: int) -> list[tuple[int, int]]:
   ]
 
 
-def with_copies(
-  rows: Sequence[tuple[int, int]], assigned: Assigned, prompts: TokenIds
-) -> list[tuple[int, int]]:
-  """Returns pairs of a row and a prompt, and those of the prompts with the same tokens."""
-  same: dict[tuple[int, ...], list[int]] = {}
-  for prompt in {prompt for pairs in assigned for _, prompt in pairs}:
-    same.setdefault(tuple(prompts[prompt]), []).append(prompt)
-  return [(row, other) for row, prompt in rows for other in same[tuple(prompts[prompt])]]
-
-
 class PrefillShape(NamedTuple):
   """The shapes of a prefill."""
 
@@ -213,6 +203,26 @@ def without_copies(
         first[tokens] = entry
         distinct[shard].append((entry, prompt))
   return distinct, copies
+
+
+def with_copies(
+  batch: Assigned, rows: int, assigned: Assigned, copies: Mapping[tuple[int, int], list[int]]
+) -> list[tuple[int, int]]:
+  """Returns pairs of a row of a batch and a prompt that it computes; copies have the same row.
+
+  Args:
+    batch: the (entry, prompt) pairs of the batch, by shard.
+    rows: of the batch, per shard.
+    assigned: all pairs.
+    copies: from `without_copies`.
+  """
+  prompts = list(map(dict, assigned))
+  return [
+    (shard * rows + row, prompts[shard][same])
+    for shard, pairs in enumerate(batch)
+    for row, (entry, _) in enumerate(pairs)
+    for same in (entry, *copies.get((shard, entry), ()))
+  ]
 
 
 def places_of_copies(

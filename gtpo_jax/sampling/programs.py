@@ -176,7 +176,7 @@ class Programs(abc.ABC):
     return self.scheduler(self.config.slots, 1)
 
   def hold(self, lengths: Sequence[tuple[int, int]]) -> bool:
-    """Whether completions may run at once. Those that wait for pages have begun all the same.
+    """Whether completions may run at once. By default any may: in a pool, they wait for pages.
 
     Args:
       lengths: for each, the tokens of its prompt, and the most tokens after that.

@@ -28,7 +28,6 @@ from gtpo_jax.sampling.batches import (
   places_of_copies,
   prefill_batches,
   row_counts,
-  rows_of,
   sequence_lengths,
   with_copies,
   without_copies,
@@ -107,8 +106,6 @@ class DensePrograms(Programs):
     self._one_shape = settings.config.batch_invariant
     if self._one_shape:
       widths, lengths = widths[-1:], lengths[-1:]
-    # In bfloat16, a CPU takes three times as long for one row as for eight.
-    self._slow_alone = on_cpu and model.config.compute_dtype == "bfloat16"
     self._serves = settings.demand.serves
     self._memory = settings.demand.memory
     self.prompt_widths = widths
@@ -118,7 +115,12 @@ class DensePrograms(Programs):
     # Each has space for one more chunk.
     self.cache_lengths = sorted({size + self.chunk for size in lengths})
     self.slots = self._fitting_slots(settings.demand)
-    self.least_slots = max(self.slots // self.shards, 1) if self._one_shape else 1
+    self.least_slots = 1
+    if self._one_shape:
+      self.least_slots = self._slots_of_shard
+    elif self._serves and on_cpu and model.config.compute_dtype == "bfloat16":
+      # A CPU takes three times as long for one row as for eight.
+      self.least_slots = min(SERVING_ROWS, self._slots_of_shard)
     self.config = dataclasses.replace(self.config, slots=self.slots)
     self.init_kv = jax.jit(cache.zeros, static_argnums=(0, 1))
     self.prefill = stoppable(functools.partial(_prefill, model))
@@ -157,9 +159,20 @@ class DensePrograms(Programs):
     """Whether the memory holds so many of a shard, and half of the positions again."""
     if self._memory is None:
       return True
-    position = bytes_per_device(self.abstract_kv(self.shards, 1))
-    kept = state_bytes(self.model) * rows + 1.5 * position * positions
-    return kept <= self._memory - decode_bytes(self.model)
+    of_row, of_position, params = self._bytes
+    return params + of_row * rows + 1.5 * of_position * positions <= self._memory
+
+  @functools.cached_property
+  def _bytes(self) -> tuple[int, int, int]:
+    """The bytes on a device of a row's states, of the keys and values of a position, and of the
+    parameters. A server asks before each chunk, and shapes take long to evaluate.
+    """
+    position = self.abstract_kv(self.shards, 1)
+    return state_bytes(self.model), bytes_per_device(position), decode_bytes(self.model)
+
+  @property
+  def _slots_of_shard(self) -> int:
+    return max(self.slots // self.shards, 1)
 
   def hold(self, lengths: Sequence[tuple[int, int]]) -> bool:
     """Whether the memory holds arrays of the longest lengths in the slots for so many."""
@@ -170,10 +183,9 @@ class DensePrograms(Programs):
 
   def _count(self, completions: int) -> int:
     """Returns the slots of each shard for so many completions over all shards of a server."""
-    needed = -(-completions // self.shards)
-    most = max(self.slots // self.shards, 1)
-    counts = (SERVING_ROWS,) if self._slow_alone else (self.least_slots, SERVING_ROWS)
-    return next((x for x in counts if max(needed, self.least_slots) <= x < most), most)
+    needed = max(-(-completions // self.shards), self.least_slots)
+    counts = (self.least_slots, SERVING_ROWS)
+    return next((x for x in counts if needed <= x < self._slots_of_shard), self._slots_of_shard)
 
   def _slot_length(self, tokens: int) -> int:
     """Returns the length of the slots' arrays in which a chunk can follow so many tokens."""
@@ -312,7 +324,7 @@ class DensePrograms(Programs):
       batch, first = pad_prefill(part, prompts, width, rows, entries, self.pad)
       new = self.prefill(params, batch)
       if new.routes is not None:
-        read.append(RoutesRead(new.routes, with_copies(rows_of(part, rows), assigned, prompts)))
+        read.append(RoutesRead(new.routes, with_copies(part, rows, assigned, copies)))
         new = new._replace(routes=None)
       for places in (first, *places_of_copies(part, copies, first, entries)):
         kv = self.cache.prompts_of(state.kv)
