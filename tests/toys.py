@@ -4,10 +4,25 @@ import jax
 
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models.config import EXPERTS
 from gtpo_jax.models.hf.save import save
+from gtpo_jax.models.kinds import LayerKind, Mixture
 from gtpo_jax.runtime.mesh import single_device_mesh
 
 TOY = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
+# Two of three layers have experts, of which there is an odd number.
+TOY_EXPERTS = ModelConfig(
+  vocab_size=48,
+  width=32,
+  layers=3,
+  heads=2,
+  kv_heads=1,
+  head_dim=16,
+  mlp=64,
+  model_type="qwen2_moe",
+  kinds=(LayerKind(mlp=EXPERTS), LayerKind()),
+  mixture=Mixture(5, 2, 24, normalised=True, shared=16),
+)
 # Another family than that of a run's policy, and another size, for our tokenizer.
 LLAMA = ModelConfig(
   vocab_size=390,

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import mesh_of
+from toys import TOY_EXPERTS
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Rewards, Signals
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.kinds import LayerKind, Mixture
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.errors import UserError
@@ -21,18 +22,8 @@ from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.training.gradient import FrozenParams, Minibatch, UpdateSettings, make_gradient
 from gtpo_jax.training.packing import plan_rows
 
-CONFIG = ModelConfig(
-  vocab_size=48,
-  width=32,
-  layers=3,
-  heads=2,
-  kv_heads=2,
-  head_dim=16,
-  mlp=64,
-  model_type="qwen2_moe",
-  kinds=(LayerKind(mlp="experts"), LayerKind()),
-  mixture=Mixture(12, 3, 24, normalised=True, shared=16),
-)
+MIXTURE = Mixture(12, 3, 24, normalised=True, shared=16)
+CONFIG = dataclasses.replace(TOY_EXPERTS, kv_heads=2, mixture=MIXTURE)
 T, G = 8, 4
 PROMPTS = [np.random.default_rng(i).integers(12, 48, 1 + i % 6).tolist() for i in range(8)]
 # (data, fsdp, context, tensor, expert) on eight devices

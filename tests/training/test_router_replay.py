@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toys import TOY_EXPERTS
 from update_cases import SGD_WITHOUT_DECAY
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Rewards, Signals
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.experts import module
 from gtpo_jax.models.experts.routing import no_route, route
-from gtpo_jax.models.kinds import LayerKind, Mixture
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
@@ -24,18 +24,7 @@ from gtpo_jax.training.packing import plan_rows
 from gtpo_jax.training.state import init_state, make_optimizer
 from gtpo_jax.training.update import UpdateSettings, make_update
 
-CONFIG = ModelConfig(
-  vocab_size=48,
-  width=32,
-  layers=3,
-  heads=2,
-  kv_heads=1,
-  head_dim=16,
-  mlp=64,
-  model_type="qwen2_moe",
-  kinds=(LayerKind(mlp="experts"), LayerKind()),
-  mixture=Mixture(5, 2, 24, normalised=True, shared=16),
-)
+CONFIG = TOY_EXPERTS
 STOP, PAD, T, G = (7, 11, 13, 17, 23, 31), 3, 12, 4
 PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
 
