@@ -236,8 +236,8 @@ class CompletionBuffer:
   def _write_read(self, progress: Progress, prompts: Sequence[int]) -> None:
     """Writes the routes of tokens that were read.
 
-    Those of a prompt are from its latest reading. Tokens that were drawn keep those that they had
-    then, with which the log-prob of the next token was computed.
+    The routes of a prompt are from its latest reading. Drawn tokens keep the routes of their
+    drawing, with which the log-prob of the next token was computed.
     """
     for i, number in enumerate(prompts):
       if number in progress.prompt_routes:

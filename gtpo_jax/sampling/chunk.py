@@ -234,7 +234,7 @@ def decode_chunk(
       lambda layer, q, new: attend(layer, q, new, state.kv[layer], state.step),
       slots.delta,
     )
-    # In place of the states before, which are too large for a copy of those of inactive slots.
+    # These replace the earlier states, which are too large to be copied for inactive slots.
     keep_old = lambda new, old: jnp.where(_expand(state.active, new), new, old)
     delta = jax.tree.map(keep_old, delta, slots.delta)
     seen_tokens = slots.seen_tokens

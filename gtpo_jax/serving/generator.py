@@ -27,7 +27,7 @@ class Generator:
   """Generates completions on a thread of its own, with a session for each policy.
 
   Attributes:
-    slots: the completions that run at once, if memory holds those that run.
+    slots: the most completions that run at once; fewer if the memory does not hold them.
     counts: how many completions, tokens and so on there were, by name.
   """
 

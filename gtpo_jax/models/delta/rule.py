@@ -190,8 +190,8 @@ _solve.defvjp(_solved, _gradients)
 def _inverse(system: jax.Array) -> jax.Array:
   """Returns the inverses of unit lower triangular matrices f32[..., c, c].
 
-  From those of the blocks on the diagonal follow those of blocks twice as large: of
-  [[A, 0], [C, B]] it is [[A', 0], [-B' C A', B']]. Powers of a matrix, whose sum it is too, may be
+  The inverses of the blocks on the diagonal give the inverses of blocks twice as large:
+  [[A, 0], [C, B]]' = [[A', 0], [-B' C A', B']]. Powers of a matrix, whose sum it is too, may be
   larger than the sum by many orders of magnitude.
   """
   c = system.shape[-1]

@@ -101,7 +101,7 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 class _Padding(NamedTuple):
-  """Where sorted rows are if those of each expert are padded to whole blocks.
+  """Where sorted rows are after the rows of each expert are padded to whole blocks.
 
   Attributes:
     shift: i32[experts], by how much the rows of an expert move.
