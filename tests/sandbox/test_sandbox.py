@@ -97,7 +97,7 @@ def host(monkeypatch):
       "PORT": tcp.getsockname()[1],
       "ABSTRACT": folder,
       "HOME": HOME,
-      "PROJECT": str(Path(__file__).parents[3]),
+      "PROJECT": str(Path(__file__).parents[2]),
     }
     names = "".join(f"{name} = {value!r}\n" for name, value in values.items())
     yield Host(names, canary, [tcp, unix])
