@@ -32,19 +32,24 @@ class Live:
   Attributes:
     url: its address.
     opened: what it serves.
+    clients: the synchronous clients, which are closed before the server.
   """
 
   def __init__(self, opened, port):
     self.opened = opened
+    self.clients = contextlib.ExitStack()
     self.url = f"http://127.0.0.1:{port}"
     self.model = opened.name
 
   def client(self, kind="OpenAI", **settings):
-    """A client that does not repeat requests."""
+    """A client that does not repeat requests, closed with the server if it is not asynchronous."""
     import openai
 
     settings = {"api_key": "none", "max_retries": 0, "timeout": 120, **settings}
-    return getattr(openai, kind)(base_url=f"{self.url}/v1", **settings)
+    client = getattr(openai, kind)(base_url=f"{self.url}/v1", **settings)
+    if kind == "OpenAI":
+      self.clients.enter_context(client)
+    return client
 
 
 @contextlib.contextmanager
@@ -59,7 +64,9 @@ def running(folder, token="", **options):
   thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
   thread.start()
   try:
-    yield Live(opened, listener.getsockname()[1])
+    live = Live(opened, listener.getsockname()[1])
+    with live.clients:
+      yield live
   finally:
     server.should_exit = True
     thread.join()
