@@ -75,6 +75,7 @@ TURN_ARMS: dict[str, dict[str, Any]] = {
   "outcome": UNIFORM,
   "state": {**UNIFORM, **STATE},
   "reward": {**UNIFORM, "turn_credit": "reward"},  # as in mt_grpo
+  "return": {**UNIFORM, "turn_credit": "return", "outcome_weight": 0.0},  # as in turn_return
   "outcome, entropy": GTPO,
   "state, entropy": {**GTPO, **STATE},
 }
@@ -82,13 +83,14 @@ TURN_ARMS: dict[str, dict[str, Any]] = {
 CONTROLS = {
   "state": "outcome",
   "reward": "outcome",
+  "return": "outcome",
   "outcome, entropy": "outcome",
   "state, entropy": "state",
 }
 # By task: its arms. Only the calls of a chain have rewards of their own.
 TRAINED = {
   "guess31": ("outcome", "state", "outcome, entropy", "state, entropy"),
-  "chain": ("outcome", "state", "reward", "state, entropy"),
+  "chain": ("outcome", "state", "reward", "return", "state, entropy"),
   "guess127": ("outcome", "state"),
 }
 HEADS = ("arm", "seeds", "steps 2 on", "difference, 95 % interval", "p, Holm", "last 4", "held out")
