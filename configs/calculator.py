@@ -20,7 +20,7 @@ def get_config():
   config.data.train = "calculator"
   config.data.max_prompt_tokens = 40
   config.sampling.max_tokens = 84
-  config.env.tools = "gtpo_jax.environments.examples.calculator:add"
+  config.env.make = "gtpo_jax.environments.examples.calculator:calculator"
   config.env.max_turns = 3
   config.algorithm.name = "gtpo"
 

@@ -25,11 +25,12 @@ from gtpo_jax.runtime.errors import UserError
 class Environment(Protocol):
   """What a user writes: one object for each completion. Each method may be `async`.
 
-  Three methods are optional. `finish(self) -> Step | float | None` is called once after the last
+  Four methods are optional. `finish(self) -> Step | float | None` is called once after the last
   turn, unless the environment has failed: its reward is added, for example for the state that was
-  reached. `close(self)` is called when nothing else will be. A static method
-  `policy_truth(rows, episodes)` returns the true advantages of all turns of a batch for the policy
-  that played it: see `Rules.policy_truth`.
+  reached. `close(self)` is called when nothing else will be. `turn_truth(self, turn)` returns
+  `Step.truth` of a turn that `step` does not see: one with calls, after they have been run, or an
+  answer if there are only tools. A static method `policy_truth(rows, episodes)` returns the true
+  advantages of all turns of a batch for the policy that played it: see `Rules.policy_truth`.
   """
 
   def reset(self, row: Mapping[str, Any], seed: int) -> str | Sequence[Message] | None:
@@ -191,8 +192,13 @@ class Player:
         return self._when_complete(turn, results)
       return self._results(turn, results)
     if self.ends_with_answer:
-      return Step(done=True)
+      return Step(done=True, truth=self._truth(turn))
     return self.environment.step(turn)
+
+  def _truth(self, turn: Turn) -> float | None:
+    """Returns the true advantage of a turn that the environment's `step` does not see."""
+    truth = self.method("turn_truth")
+    return truth(turn) if truth else None
 
   def method(self, name: str) -> Callable[[], Any] | None:
     """Returns an optional method of the environment; None if it has none of this name."""
@@ -223,7 +229,7 @@ class Player:
     self.failed_calls = (self.failed_calls or 0) + sum(result.failed for result in results)
     if self._role == "user":  # templates may refuse several user messages in a row
       text = "\n\n".join(result.text for result in results)
-      return Step([{"role": "user", "content": text}])
+      return Step([{"role": "user", "content": text}], truth=self._truth(turn))
     pairs = enumerate(zip(turn.calls, results, strict=True))
     return Step(
       [
@@ -234,7 +240,8 @@ class Player:
           "content": result.text,
         }
         for i, (call, result) in pairs
-      ]
+      ],
+      truth=self._truth(turn),
     )
 
 

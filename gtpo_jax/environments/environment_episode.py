@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gtpo_jax.data.chat import Chat
@@ -19,10 +21,10 @@ from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.environments.parsers import parser_for
 from gtpo_jax.environments.tokens import TurnTokens
 from gtpo_jax.environments.tools import Tools
-from gtpo_jax.environments.turns import Episode, Message, Step, Stop, Turn
+from gtpo_jax.environments.turns import Episode, Message, Step, Stop, Turn, as_number
 from gtpo_jax.environments.workers import Outcome
 from gtpo_jax.environments.writers import Call, Differs, Drawn, End, Writer, wait_for
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.errors import UserError, described, printable
 
 SHORT_STATE = 64  # characters of a state that is kept as it is
 
@@ -283,8 +285,22 @@ class Environments(Rules):
     self, rows: Sequence[Mapping[str, Any]], episodes: Sequence[Sequence[Episode]]
   ) -> Sequence[Sequence[Sequence[float]]] | None:
     """See `Rules`."""
-    found = getattr(self.maker.make, "policy_truth", None)
-    return found(rows, episodes) if found else None
+    function = getattr(self.maker.make, "policy_truth", None)
+    if not function:
+      return None
+    try:
+      known: list[list[list[float]]] = []
+      for group, of_group in _pairs(episodes, function(rows, episodes), "groups"):
+        known.append([])
+        for episode, truths in _pairs(group, of_group, "episodes"):
+          turns = _pairs(episode.turns, truths, "turns")
+          number = lambda x: math.nan if x is None else as_number(x, "it returned")
+          known[-1].append([number(x) for _, x in turns])
+      return known
+    except (Exception, SystemExit) as error:  # the user's code
+      reason = f"{self.maker.name}.policy_truth raised {described(error)}"
+      self.show(reason, printable(traceback.format_exc()), "truth/turn_*/policy is left out")
+      return None
 
   def player(self) -> Player:
     """Makes the environment of an episode, on a worker."""
@@ -304,6 +320,13 @@ def _added(value: Any, what: str) -> str | Sequence[Message]:
   if value is None or isinstance(value, str):
     return value or ""
   return checked_messages(value, what)
+
+
+def _pairs(of: Sequence[Any], values: Sequence[Any], what: str) -> Iterator[tuple[Any, Any]]:
+  """Pairs things with what a user's function has returned for each."""
+  if len(values) != len(of):
+    raise ValueError(f"it returned {len(values)} {what}, not {len(of)}")
+  return zip(of, values, strict=True)
 
 
 def _finished(value: Any, what: str) -> Step:

@@ -120,6 +120,24 @@ def test_each_completion_has_an_object_of_its_own():
   assert [player.environment._inner.value for player in players] == [0, 1]
 
 
+def test_methods_that_say_what_turns_were_worth_are_no_tools():
+  class Knows(Counter):
+    def turn_truth(self, turn):
+      return self.value - 5 * (not turn.calls)
+
+    @staticmethod
+    def policy_truth(rows, episodes):
+      return [[[0.25] * len(episode.turns) for episode in group] for group in episodes]
+
+  maker = from_methods(Knows)
+  assert list(maker.methods) == ["double", "increment"]
+  turns = [calling("increment", '{"step": 1}'), calling("double", "{}"), "Done."]
+  *_, episode = play(maker, turns, {"start": 1}, parser="hermes")
+  assert episode.truths == (2.0, 4.0, -1.0)
+  rules = Environments(family("qwen2.5"), maker, parser="hermes")
+  assert rules.policy_truth([{}], [[episode]]) == [[[0.25] * 3]]
+
+
 def test_a_class_without_public_methods():
   class Empty:
     def reset(self):

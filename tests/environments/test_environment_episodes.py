@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import json
+import math
 import random
+import sys
 import threading
 import time
 
@@ -14,7 +16,7 @@ from gtpo_jax.environments.environment import add_to_prompt
 from gtpo_jax.environments.environment_episode import Environments
 from gtpo_jax.environments.episodes import Episodes, saved_writers
 from gtpo_jax.environments.limits import EpisodeLimits
-from gtpo_jax.environments.turns import Episode, Step, Stop
+from gtpo_jax.environments.turns import Episode, Step, Stop, Turn
 from gtpo_jax.environments.writers import Ask, Drawn, Recorded
 from gtpo_jax.runtime.errors import UserError
 
@@ -583,3 +585,37 @@ def test_observed_events_are_in_order():
   events = play.episodes.poll()
   assert [index for _, index, _ in events] == [0, 1, 2, 3]
   assert all(isinstance(event, Ask) for _, _, event in events)
+
+
+def test_failures_of_a_policy_truth(capsys):
+  """Each is one line and the traceback of the user's code; the run goes on without the truth."""
+  episode = Episode((Turn("1"), Turn("2")), Stop.ENV_DONE, 0.0, (0.0, 0.0), None, True, 2, 0.0, {})
+
+  class Knows(Guess):
+    @staticmethod
+    def policy_truth(rows, episodes):
+      value = rows[0]["answer"]
+      return value() if callable(value) else value
+
+  def outcome(value):
+    rules = Environments(family("qwen2.5"), Knows)
+    return rules.policy_truth([{"answer": value}], [[episode]]), capsys.readouterr().err
+
+  (group,), shown = outcome([[[0.5, None]]])
+  assert group[0][0] == 0.5 and math.isnan(group[0][1]) and len(group[0]) == 2
+  assert shown == ""
+  for value, problem in (
+    (lambda: {}["row"], "KeyError: 'row'"),
+    (lambda: sys.exit(2), "SystemExit: 2"),
+    (None, "TypeError: object of type 'NoneType' has no len()"),
+    ([], "ValueError: it returned 0 groups, not 1"),
+    ([[[0.5]]], "ValueError: it returned 1 turns, not 2"),
+    ([[["0.5", 1.0]]], "TypeError: it returned '0.5', not a number"),
+  ):
+    found, shown = outcome(value)
+    assert found is None
+    line, rest = shown.split("\n", 1)
+    assert line == (
+      f"gtpo: Knows.policy_truth raised {problem}; truth/turn_*/policy is left out"
+    ), line
+    assert rest.startswith("Traceback")

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from gtpo_jax.data.tasks import make_task
-from gtpo_jax.environments.examples.calculator import add
+from gtpo_jax.environments.environment import Player
+from gtpo_jax.environments.examples.calculator import Calculator, calculator
 from gtpo_jax.environments.examples.guess import Guess, Left
 from gtpo_jax.environments.tools import schema_of
-from gtpo_jax.environments.turns import Episode, Turn
+from gtpo_jax.environments.turns import Episode, ToolCall, Turn
 from gtpo_jax.runtime.errors import UserError
 
 
@@ -181,11 +182,36 @@ def test_guessing_up_to_127():
 
 
 def test_add():
+  add = Calculator().add
   assert add("46+37+28") == "111"
   assert schema_of(add)["function"]["parameters"]["required"] == ["x"]
   for text in ("", "1+", "a+1", "9" * 10, "+".join(["1"] * 101)):
     with pytest.raises(ValueError, match="is no sum of whole numbers"):
       add(text)
+
+
+def test_truths_of_sums_by_hand():
+  """46+37 is 83. A turn starts with + if it is a call; it may be one of several."""
+
+  def truths(*turns):
+    schemas = [schema_of(add) for add in calculator.unbound]
+    player = Player(calculator, [], schemas, "tool", 2)
+    player.reset({"answer": "83"}, 0)
+    found = []
+    for text in turns:
+      calls = tuple(ToolCall("add", {"x": x}) for x in text.split(",")) if "+" in text else ()
+      found.append(player.step(Turn("" if calls else text, calls=calls)).truth)
+    player.leave()
+    return found
+
+  assert truths("46+37", "83") == [0, 0]
+  assert truths("46+73", "119") == [-1, 0]
+  assert truths("46+37", "73") == [0, -1]
+  assert truths("the sum is 83.") == [0]
+  assert truths("73") == truths("what?") == truths("") == [-1]
+  assert truths("46+x", "83") == truths("46+73", "83") == [-1, 1]
+  assert truths("46+37", "46+x", "83") == [0, -1, 1]
+  assert truths("46+73,46+37") == [0] and truths("46+37,46+73") == [-1]
 
 
 def test_the_teacher_of_sums_calls_seldom_and_errs_without():

@@ -42,10 +42,15 @@ EPISODES = {
   "sampling.chunk": 3,
   "checkpoint.every": 1,
 }
+WITHOUT_TURN_CREDIT = {key: x for key, x in EPISODES.items() if key != "algorithm.turn_credit"}
 EXPLORE = SETTINGS | {"data.difficulty": "explore", "data.largest": 9}
 RUNS = {
   "agents": AGENTS,
   "episodes": EPISODES,
+  **{
+    f"episodes, {name}": WITHOUT_TURN_CREDIT | {"algorithm.name": name}
+    for name in ("gigpo", "turn_return", "mt_grpo")
+  },
   "difficulty": EXPLORE,
   "difficulty, plain": EXPLORE | {"algorithm.name": "gtpo"},
   "difficulty, stale": EXPLORE | {"sampling.staleness": 1},
@@ -74,7 +79,7 @@ def check_undisturbed(name, rows, samples, step, leaves):
     assert all(row["mismatch/max_abs_logp"] < 1e-4 for row in rows[1:])
     assert all(row["env/stop/env_done"] == 1 for row in rows[1:])
     assert any(len(sample["turns"]) == 3 for sample in samples)
-  elif name == "episodes":  # some of which go on in the next step
+  elif name.startswith("episodes"):  # some of which go on in the next step
     assert most("groups/unfinished") > 0 and most("env/turns") > 1.3
     assert all(0 < row["truth/turn_known/best"] < 1 for row in rows[1:])
   else:
@@ -85,11 +90,14 @@ def check_undisturbed(name, rows, samples, step, leaves):
   ("name", "events"),
   [
     pytest.param("episodes", IN_A_TURN, marks=pytest.mark.slow),
-    pytest.param("agents", IN_A_TURN, marks=pytest.mark.manual),
     *(
-      pytest.param(name, WHILE_EXPLORING, marks=pytest.mark.manual)
+      pytest.param(
+        name,
+        WHILE_EXPLORING if name.startswith("difficulty") else IN_A_TURN,
+        marks=pytest.mark.manual,
+      )
       for name in RUNS
-      if name.startswith("difficulty")
+      if name != "episodes"
     ),
   ],
 )

@@ -153,8 +153,10 @@ def without_padding_metric(result):
     pytest.param("gtpo", batch, {}, marks=pytest.mark.manual),
     ("dapo_mixed", full_batch, {**EVERY_LOSS_TERM, "guide_completions": 1, "guide_cap": 1.1}),
     ("gtpo", turn_batch, {"turn_credit": "state", "compare": "state", "contrast": False}),
-    pytest.param("mt_grpo", turn_batch, {}, marks=pytest.mark.manual),
-    pytest.param("turn_return", turn_batch, {}, marks=pytest.mark.manual),
+    *(
+      pytest.param(name, turn_batch, {}, marks=pytest.mark.manual)
+      for name in ("gigpo", "turn_return", "mt_grpo")
+    ),
   ],
 )
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def _middle(low: int, high: int) -> int:
 
 
 class Calculator:
-  """Sums such as `46+37:`, with the tool `environments.examples.calculator:add`.
+  """Sums such as `46+37:`, with the tool of `environments.examples.calculator`.
 
   All of them need a carry. The teacher often adds without the tool, and then forgets to carry. In
   half of its calls, another number is typed. It always repeats the result, so that it can be copied
@@ -92,7 +92,7 @@ class Calculator:
   """
 
   name = "calculator"
-  needs = "env.tools=gtpo_jax.environments.examples.calculator:add"
+  needs = "env.make=gtpo_jax.environments.examples.calculator:calculator"
   terms = ADDENDS
   largest = 10**ADDEND_DIGITS - 1
 

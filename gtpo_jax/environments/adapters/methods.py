@@ -11,14 +11,15 @@ from gtpo_jax.environments.environment import Maker, then
 from gtpo_jax.environments.turns import Step, checked_number
 from gtpo_jax.runtime.errors import UserError
 
-NOT_TOOLS = ("reset", "get_reward", "close")
+NOT_TOOLS = ("reset", "get_reward", "close", "turn_truth", "policy_truth")
 
 
 def from_methods(cls: type, solved_at: float | None = 1.0) -> Maker:
   """Returns an environment from a class whose public methods are tools, as TRL has them.
 
   `reset(**row)` may return a text, which is added to the prompt. If there is a `get_reward()`, it
-  is called at the end. A turn without calls is the answer. Methods may be `async`.
+  is called at the end. A turn without calls is the answer. Methods may be `async`. `turn_truth` and
+  `policy_truth` say what turns were worth, as in `Environment`.
 
   Args:
     cls: the class; it is made without arguments.
@@ -26,7 +27,7 @@ def from_methods(cls: type, solved_at: float | None = 1.0) -> Maker:
       problem, as does a class without `get_reward`.
 
   Raises:
-    UserError: it has no public methods besides `reset`, `get_reward` and `close`.
+    UserError: it has no public methods besides those in `NOT_TOOLS`.
   """
   names = [
     name
@@ -39,6 +40,8 @@ def from_methods(cls: type, solved_at: float | None = 1.0) -> Maker:
       "class with reset and step, pass the class itself"
     )
   make = functools.partial(_Methods, cls, names, solved_at)
+  if hasattr(cls, "policy_truth"):
+    make.policy_truth = cls.policy_truth
   return Maker(cls.__name__, make, names, [getattr(cls, name) for name in names])
 
 
@@ -48,10 +51,9 @@ class _Methods:
   def __init__(self, cls: type, names: Sequence[str], solved_at: float | None):
     self._inner = cls()
     self._solved_at = solved_at
-    for name in names:
-      setattr(self, name, getattr(self._inner, name))
-    if hasattr(self._inner, "close"):
-      self.close = self._inner.close
+    for name in (*names, "close", "turn_truth"):
+      if hasattr(self._inner, name):
+        setattr(self, name, getattr(self._inner, name))
     if hasattr(self._inner, "get_reward"):
       self.finish = self._finish
 
