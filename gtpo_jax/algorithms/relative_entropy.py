@@ -36,7 +36,7 @@ class TurnSets:
       x: f32[n, g, t].
       mask: bool[n, g, t], the tokens of some completions.
     """
-    return _sum_by_place(x, mask, turn_places(mask), self.of_batch)
+    return sum_by_place(x, mask, turn_places(mask), self.of_batch)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,10 +53,10 @@ class StateSets:
   def sum(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns the sum of `x` over the set of each token; see `TurnSets.sum`."""
     t = mask.shape[-1]
-    return _sum_by_place(x, mask, self.states * t + turn_places(mask) % t, of_batch=False)
+    return sum_by_place(x, mask, self.states * t + turn_places(mask) % t, of_batch=False)
 
 
-def _sum_by_place(x: jax.Array, mask: jax.Array, places: jax.Array, of_batch: bool) -> jax.Array:
+def sum_by_place(x: jax.Array, mask: jax.Array, places: jax.Array, of_batch: bool) -> jax.Array:
   """Returns the sum of `x` where `mask` is True over the tokens with the same place, f32[n, g, t].
 
   Args:

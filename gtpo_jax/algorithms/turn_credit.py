@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.advantages import MIN_STD
-from gtpo_jax.algorithms.relative_entropy import turn_begins
+from gtpo_jax.algorithms.relative_entropy import sum_by_place, turn_begins
 from gtpo_jax.runtime.fields import AT_LEAST_0, Checked, number, one_of, setting
 
 TURN_CREDITS = ("none", "state", "return", "reward")
@@ -147,20 +147,15 @@ def compare_turns(value: jax.Array, begins: jax.Array, by: jax.Array, scale: boo
   Returns:
     f32[n, g, t]; 0 where `begins` is False.
   """
-  n, g, t = begins.shape
-  flat = lambda x: x.reshape(n, g * t)
-  sets = flat(jnp.where(begins, by, 0))
-  counted = flat(begins).astype(jnp.float32)
-  add_up = jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, g * t)[i])
-  count = jnp.maximum(add_up(counted, sets), 1.0)
-  mean_of_set = lambda x: add_up(jnp.where(counted > 0, x, 0.0), sets) / count
-  centred = flat(value) - mean_of_set(flat(value))
+  add_up = lambda x: sum_by_place(x, begins, by, of_batch=False)
+  count = jnp.maximum(add_up(jnp.ones(begins.shape)), 1.0)
+  centred = value - add_up(value) / count
   # The second pass removes the rounding error of the first: equal values have std 0.
-  centred -= mean_of_set(centred)
+  centred -= add_up(centred) / count
   if scale:
-    std = jnp.sqrt(mean_of_set(jnp.square(centred)))
+    std = jnp.sqrt(add_up(jnp.square(centred)) / count)
     centred = jnp.where(std >= MIN_STD, centred / jnp.maximum(std, MIN_STD), 0.0)
-  return jnp.where(begins, centred.reshape(n, g, t), 0.0)
+  return jnp.where(begins, centred, 0.0)
 
 
 def hold(x: jax.Array, begins: jax.Array) -> jax.Array:

@@ -230,19 +230,16 @@ class Player:
     if self._role == "user":  # templates may refuse several user messages in a row
       text = "\n\n".join(result.text for result in results)
       return Step([{"role": "user", "content": text}], truth=self._truth(turn))
-    pairs = enumerate(zip(turn.calls, results, strict=True))
-    return Step(
-      [
-        {
-          "role": self._role,
-          "name": call.name,
-          "tool_call_id": call_id(call, turn.index, i),
-          "content": result.text,
-        }
-        for i, (call, result) in pairs
-      ],
-      truth=self._truth(turn),
-    )
+    messages = [
+      {
+        "role": self._role,
+        "name": call.name,
+        "tool_call_id": call_id(call, turn.index, i),
+        "content": result.text,
+      }
+      for i, (call, result) in enumerate(zip(turn.calls, results, strict=True))
+    ]
+    return Step(messages, truth=self._truth(turn))
 
 
 def call_id(call: ToolCall, turn: int, position: int) -> str:

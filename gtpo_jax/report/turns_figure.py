@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -59,6 +60,7 @@ def _figure(
   scores = turn_metrics(record.turn_truth, advantages, mask)
   return {
     "svg": _draw(rows),
+    "heads": ["episode", "turn", "text", "credit", "truth"],
     "rows": [
       [f"{j + 1}, {verdict}", k + 1, text, _number(credit), _number(truth)]
       for j, (verdict, turns) in enumerate(rows)
@@ -96,25 +98,17 @@ def _draw(rows: Sequence[tuple[str, Sequence[tuple[str, float, float]]]]) -> str
   """Draws a row per episode and a box per turn, as an SVG element."""
   largest = max((abs(turn[1]) for _, turns in rows for turn in turns), default=0.0) or 1.0
   with drawing_style("credit of turns"):
-    picture = Figure(figsize=(8.0, ROW_IN * len(rows) + 0.3))
+    picture = Figure(figsize=(8.0, ROW_IN * len(rows)))
     axes = picture.add_axes((0.07, 0.0, 0.93, 1.0))
     axes.axis("off")
     axes.set_xlim(0, max(len(turns) for _, turns in rows))
-    axes.set_ylim(len(rows), -0.4)
-    axes.text(0, -0.1, "turn: credit / truth", fontsize=8, va="center")
+    axes.set_ylim(len(rows), 0)
     for y, (verdict, turns) in enumerate(rows):
       axes.text(-0.06, y + 0.45, verdict, ha="right", va="center", color=INK)
       for x, (text, credit, truth) in enumerate(turns):
-        box = Rectangle(
-          (x + 0.02, y + 0.05),
-          0.96,
-          0.85,
-          facecolor=PLUS if credit > 0 else MINUS,
-          alpha=0.5 * abs(credit) / largest,
-        )
-        axes.add_patch(box)
-        edge = Rectangle((x + 0.02, y + 0.05), 0.96, 0.85, fill=False, edgecolor=GRID)
-        axes.add_patch(edge)
+        color = to_rgba(PLUS if credit > 0 else MINUS, 0.5 * abs(credit) / largest)
+        corner = (x + 0.02, y + 0.05)
+        axes.add_patch(Rectangle(corner, 0.96, 0.85, facecolor=color, edgecolor=GRID))
         middle = {"ha": "center", "va": "center", "parse_math": False}
         axes.text(x + 0.5, y + 0.3, text, **middle)
         axes.text(x + 0.5, y + 0.68, f"{_number(credit)} / {_number(truth)}", fontsize=8, **middle)

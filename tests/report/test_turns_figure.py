@@ -52,7 +52,7 @@ def test_rows_are_turns_with_their_credit_and_truth(known):
   figure = turns_figure([group])
   assert [[*row[:2], *row[3:]] for row in figure["rows"]] == expected
   assert all(len(row[2]) <= CHARS for row in figure["rows"]) and len(expected) > 8
-  assert figure["svg"].count("<path") >= 2 * len(expected)
+  assert figure["svg"].count("<path") == len(expected) + 1  # a box each, and the background
 
 
 def test_texts_of_turns(known):

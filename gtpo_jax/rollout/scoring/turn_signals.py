@@ -37,10 +37,8 @@ def with_turns(
   """
   turn_reward = np.zeros(mask.shape, np.float32)
   turn_state = np.zeros(mask.shape, np.int32)
-  begins = first_tokens(mask)
   numbers: dict[str, int] = {}
-  for j, row in enumerate(np.cumsum(begins, -1) - 1):
-    count = int(begins[j].sum())
+  for j, count in enumerate(first_tokens(mask).sum(-1)):
     if not count:
       continue
     values = np.zeros(count, np.float32)
@@ -50,9 +48,8 @@ def with_turns(
       values[: len(known)] = env_weight * np.asarray(known, np.float64)
       states[: len(episodes[j].states)] = episodes[j].states[:count]
     values[-1] += total[j] - values.sum()
-    numbered = np.asarray([numbers.setdefault(state, len(numbers)) for state in states], np.int32)
-    turn_reward[j] = np.where(mask[j], values[row], 0.0)
-    turn_state[j] = np.where(mask[j], numbered[row], 0)
+    _write(values, mask[j], turn_reward[j])
+    _write([numbers.setdefault(state, len(numbers)) for state in states], mask[j], turn_state[j])
   return rewards.replace(turn_reward=turn_reward, turn_state=turn_state)
 
 
@@ -84,9 +81,7 @@ def turn_truth(
     truth = np.full(mask.shape, np.nan, np.float32)
     for i, group in zip(played, groups or (), strict=bool(groups)):
       for j, values in enumerate(group):
-        turn = np.cumsum(first_tokens(mask[i, j])) - 1
-        known = mask[i, j] & (turn < len(values))
-        truth[i, j, known] = np.asarray(values, np.float32)[turn[known]]
+        _write(values, mask[i, j], truth[i, j])
     if not np.isnan(truth).all():
       found[player] = truth
   return found
@@ -97,3 +92,10 @@ def first_tokens(mask: np.ndarray) -> np.ndarray:
   before = np.zeros_like(mask)
   before[..., 1:] = mask[..., :-1]
   return mask & ~before
+
+
+def _write(values: Sequence[Any], mask: np.ndarray, out: np.ndarray) -> None:
+  """Writes the values of an episode's first turns on their tokens; `mask` and `out` are [t]."""
+  turn = np.cumsum(first_tokens(mask)) - 1
+  known = mask & (turn < len(values))
+  out[known] = np.asarray(values, out.dtype)[turn[known]]
