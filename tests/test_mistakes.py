@@ -120,7 +120,6 @@ MISTAKES = {
   "a run as a model": (own("model.path=run"), "gtpo export"),
   "an incomplete model": (own("model.path=hf"), "config.json"),
   "one traced step": (train("profile.steps=5"), "two steps, such as 3:5"),
-  "no data for evaluation": (train("data.train=train.jsonl"), "data.eval must name the problems"),
   "a json file": (own(file="train.json"), "write one JSON object per line instead"),
   "a file that is not here": (own(file="tain.jsonl"), "no file or folder at 'tain.jsonl'"),
   "other columns": (own(file="questions.jsonl"), "set data.fields to the columns of prompt and"),

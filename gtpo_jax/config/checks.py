@@ -52,11 +52,6 @@ def check_data(data: DataSection, evaluation: EvalSection) -> None:
         f"valid are {', '.join(TASKS)}, or a source: a .jsonl or .parquet file, hf:ID, tfds:NAME "
         "or rg:NAME"
       )
-  if not data.eval and data.train_task is None:
-    raise UserError(
-      "data.eval must name the problems to evaluate on, "
-      f"since data.train = {data.train!r} has no held-out part"
-    )
   if len(data.eval_names) > evaluation.problems:
     raise UserError(
       f"eval.problems = {evaluation.problems} is below the number of sources in data.eval, "

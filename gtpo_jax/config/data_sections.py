@@ -47,8 +47,8 @@ class DataSection:
     train: a task ("sums", "countdown", "forks", "forks_confident", "sentences", "constraints") or a
       source: a .jsonl or .parquet file or a folder of them, hf:ID, tfds:NAME, rg:NAME; several
       sources with weights as "a.jsonl*2,b.parquet*1".
-    eval: a task, evaluated on its held-out part, or a source; "" for the same task as `train`.
-      Several, separated by commas, get equal shares of `eval.problems`.
+    eval: a task, evaluated on its held-out part, or a source; "" for what is held out of `train`,
+      of a source a tenth. Several, separated by commas, get equal shares of `eval.problems`.
     fields: the columns of a source, such as "prompt=instruction,answer=output,kind=math"; "" for
       the known layouts.
     bad_rows: how many rows of a source may be malformed or have an overlong prompt; such rows are
@@ -124,13 +124,15 @@ class DataSection:
 
   @property
   def eval_name(self) -> str:
-    """The task or source to evaluate on."""
-    return self.eval or self.train
+    """What is evaluated, for records."""
+    return self.eval or (self.train if self.train_task else f"{self.train} (held out)")
 
   @property
   def eval_names(self) -> list[str]:
-    """The tasks or sources to evaluate on."""
-    return [name.strip() for name in self.eval_name.split(",")]
+    """The tasks or sources to evaluate on: without `eval`, on what is held out of each."""
+    if not self.eval:
+      return [name for name, _ in self.sources]
+    return [name.strip() for name in self.eval.split(",")]
 
   @property
   def eval_task(self) -> Task | None:

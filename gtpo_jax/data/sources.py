@@ -27,6 +27,7 @@ from gtpo_jax.data.layouts import (
   parse_fields,
   to_problem,
 )
+from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.readers import GYM, RECORDS, LocatedRow, Row, is_source, read_rows
 from gtpo_jax.data.records import Problem
 from gtpo_jax.rewards.verifiers import keys_read
@@ -38,11 +39,13 @@ from gtpo_jax.storage.files import printable
 # checked.
 Check = Callable[[str, str, Mapping[str, Any]], None]
 Needs = Collection[str]  # what a row must have
+HELD_OUT_FRACTION = 10  # one problem in ten is evaluated if no others are named
 
 __all__ = [
   "RECORDS",
   "Check",
   "Loaded",
+  "hold_out",
   "is_source",
   "load_records",
   "load_source",
@@ -84,6 +87,28 @@ class Loaded:
       names = ", ".join(map(printable, self.unread))[:SHOWN_COLUMNS]
       parts.append(f"columns that nothing reads: {names}")
     return ", ".join(parts)
+
+
+def hold_out(loaded: Loaded, name: str) -> tuple[Loaded, Loaded]:
+  """Returns the problems to train on and the tenth to evaluate on, the same ones in every run.
+
+  Args:
+    loaded: the problems of a source.
+    name: of the source, for errors.
+
+  Raises:
+    UserError: there is only one problem.
+  """
+  if len(loaded.problems) == 1:
+    raise UserError(
+      f"{name} holds 1 problem, so none can be held out for evaluation; "
+      "pass more, or others as held_out (on the command line data.eval)"
+    )
+  count = max(len(loaded.problems) // HELD_OUT_FRACTION, 1)
+  held_out = fixed_sample(loaded.problems, count)
+  ids = {id(problem) for problem in held_out}
+  train = tuple(problem for problem in loaded.problems if id(problem) not in ids)
+  return dataclasses.replace(loaded, problems=train), Loaded(tuple(held_out), count, 0, ())
 
 
 def load_source(

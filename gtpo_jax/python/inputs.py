@@ -13,9 +13,8 @@ from ml_collections import ConfigDict
 
 from gtpo_jax.config import Config, EnvSection, freeze
 from gtpo_jax.data.demonstration_rows import demonstrations_of
-from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem
-from gtpo_jax.data.sources import RECORDS, Loaded, load_records, needs_of
+from gtpo_jax.data.sources import RECORDS, Loaded, hold_out, load_records, needs_of
 from gtpo_jax.environments.environment import Maker
 from gtpo_jax.rewards import gold_check
 from gtpo_jax.rollout.scoring.functions import (
@@ -26,7 +25,6 @@ from gtpo_jax.rollout.scoring.functions import (
 )
 from gtpo_jax.runtime.errors import UserError
 
-HELD_OUT_FRACTION = 10  # one problem in ten is held out if the program names none
 Records = Iterable[Mapping[str, Any]]
 Agent = Callable[..., Any]  # async def run(row, client, seed)
 MakeEnvironment = Callable[[], Any] | Maker  # a class, or what `environments.from_...` returns
@@ -98,7 +96,7 @@ def resolve_inputs(
     train = load(data, "data")
     name = _name(train.problems)
     if held_out is None and (not section.eval or section.eval.startswith(RECORDS)):
-      train, rest = _split(train)
+      train, rest = hold_out(train, "data")
       records[f"{name}:held_out"] = rest
       section = dataclasses.replace(section, eval=f"{name}:held_out")
     records[name] = train
@@ -174,17 +172,3 @@ def _name(problems: Sequence[Problem]) -> str:
   ]
   text = json.dumps(content, default=str)
   return f"{RECORDS}{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
-
-
-def _split(loaded: Loaded) -> tuple[Loaded, Loaded]:
-  """Returns the problems to train on and the tenth to hold out, the same ones every time."""
-  if len(loaded.problems) == 1:
-    raise UserError(
-      "data holds 1 problem, so none can be held out for evaluation; "
-      "pass more, or others as held_out"
-    )
-  count = max(len(loaded.problems) // HELD_OUT_FRACTION, 1)
-  held_out = fixed_sample(loaded.problems, count)
-  ids = {id(problem) for problem in held_out}
-  train = tuple(problem for problem in loaded.problems if id(problem) not in ids)
-  return dataclasses.replace(loaded, problems=train), Loaded(tuple(held_out), count, 0, ())

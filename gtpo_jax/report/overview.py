@@ -15,7 +15,7 @@ from gtpo_jax.logs.text import visible
 from gtpo_jax.report.runs import RunGroup, RunLogs, number
 
 # Groups that differ in one of these are not compared.
-COMPARABLE = ("model.preset", "model.path", "warm_start.steps", "data.eval")
+COMPARABLE = ("model.preset", "model.path", "warm_start.steps")
 SAMPLES = 3  # completions shown of the first and of the last step
 
 
@@ -40,6 +40,11 @@ def verdict(group: RunGroup) -> str:
   return f"Held-out accuracy {change} in {at}{seeds}{certainty}."
 
 
+def _evaluated_on(group: RunGroup) -> str | None:
+  config = group.runs[0].config
+  return config.get("data.eval") or config.get("data.train")
+
+
 def against(first: RunGroup, group: RunGroup) -> str:
   """Returns one sentence on a group's held-out accuracy less that of the first group.
 
@@ -48,9 +53,12 @@ def against(first: RunGroup, group: RunGroup) -> str:
   """
   pairs = [(a, b) for a in first.runs for b in group.runs if a.config["seed"] == b.config["seed"]]
   a, b = (RunGroup("", runs) for runs in zip(*pairs, strict=True)) if pairs else (first, group)
-  same = all(a.runs[0].config.get(name) == b.runs[0].config.get(name) for name in COMPARABLE)
+  one, other = (
+    [group.runs[0].config.get(name) for name in COMPARABLE] + [_evaluated_on(group)]
+    for group in (a, b)
+  )
   key = next((key for key in a.eval_keys if "/mean@" in key and key in b.eval_keys), None)
-  if not (pairs and same and key):
+  if not (pairs and one == other and key):
     return ""
   (steps, values, _), (other_steps, others, _) = a.evaluated(key), b.evaluated(key)
   common = [step for step in steps.tolist() if step and step in other_steps]

@@ -11,7 +11,15 @@ from pathlib import Path
 from gtpo_jax.config import Config
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem, Problems
-from gtpo_jax.data.sources import RECORDS, Check, Loaded, load_source, needs_of, too_many_bad
+from gtpo_jax.data.sources import (
+  RECORDS,
+  Check,
+  Loaded,
+  hold_out,
+  load_source,
+  needs_of,
+  too_many_bad,
+)
 from gtpo_jax.data.tasks import TASKS, TaskPart, make_task
 from gtpo_jax.rewards import gold_check, sandbox_problem
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -127,6 +135,9 @@ def _load_problems(
   check = None if config.reward.replaces_verifiers else gold_check(config.reward.math_rule)
   needs = needs_of(config.env.opens, config.reward.needs_answer)
   loaded = records.get(name) or _load(name, data.fields, data.bad_rows, check, needs)
+  if not data.eval:
+    train, rest = hold_out(loaded, repr(name))
+    loaded = rest if held_out else train
   fitting, too_long, bad = _measure(config, worker, loaded)
   _say_rendered(worker, name, fitting, say)
   first = f" (first {too_long[0]})" if too_long else ""
@@ -145,7 +156,8 @@ def _load_problems(
     )
   note = "" if config.reward.replaces_verifiers else loaded.note
   unread = () if config.env.opens or config.reward.reads_columns else loaded.unread
-  summary = dataclasses.replace(loaded, bad=bad, note=note, unread=unread).summary(name)
+  shown = f"{name} (a tenth, held out)" if held_out and not data.eval else name
+  summary = dataclasses.replace(loaded, bad=bad, note=note, unread=unread).summary(shown)
   say(summary + (f", {len(too_long)} too long{first}" if too_long else ""))
   return fitting
 

@@ -9,6 +9,7 @@ from toys import config_of
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train
+from gtpo_jax.python.inputs import resolve_inputs
 from gtpo_jax.rollout.problems import (
   eval_label,
   held_out_problems,
@@ -89,6 +90,35 @@ def test_prompts_that_are_too_long_count_as_bad_rows(tmp_path):
   assert len(problems) == 1 and said == [
     f"{name}: 2 problems of 2 rows, 1 too long (first {name}:2)"
   ]
+
+
+def test_without_other_problems_a_tenth_of_a_file_is_held_out(tmp_path):
+  """As from Python: the same tenth in every run, and never trained on."""
+  rows = [{"prompt": f"{i}+1:", "answer": str(i + 1)} for i in range(40)]
+  name = str(tmp_path / "d.jsonl")
+  (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  said = []
+  config = config_of(**{"data.train": name})
+  worker = RolloutWorker(config)
+  ((train, _),) = training_problems(config, worker, said.append)
+  held_out = held_out_problems(config, worker, said.append)
+  assert said == [
+    f"{name}: 36 problems of 40 rows",
+    f"{name} (a tenth, held out): 4 problems of 4 rows",
+  ]
+  assert {x.id for x in train} | {x.id for x in held_out} == {f"d.jsonl:{i}" for i in range(1, 41)}
+  again = config_of(**{"data.train": name, "seed": 7})
+  assert held_out_problems(again, worker) == held_out
+  inputs = resolve_inputs(config_of(), data=rows)
+  from_python = inputs.records[inputs.config.data.eval].problems
+  assert {x.answer for x in from_python} == {x.answer for x in held_out}
+  named = config_of(**{"data.train": name, "data.eval": name})
+  assert named.data.eval_name != config.data.eval_name
+  mixed = config_of(**{"data.train": f"{name}*1,sums*1", "eval.problems": 8})
+  assert [x.source for x in held_out_problems(mixed, worker)] == ["d"] * 4 + ["sums"] * 4
+  with pytest.raises(UserError, match="holds 1 problem, so none can be held out"):
+    (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    training_problems(config_of(**{"data.train": str(tmp_path / "one.jsonl")}), worker)
 
 
 def test_a_conversation_that_the_template_rejects_is_a_malformed_row(tmp_path, monkeypatch):
@@ -187,7 +217,6 @@ def test_programs_need_a_sandbox_or_permission(tmp_path, no_bubblewrap):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"data.train": "x.jsonl"}, r"data.eval must name the problems to evaluate on"),
     (
       {"data.train": "x.jsonl", "data.eval": "sums", "warm_start.steps": 5},
       "needs demonstrations of data.train = 'x.jsonl': set warm_start.data",
