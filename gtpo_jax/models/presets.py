@@ -85,6 +85,17 @@ TINY_MOE = dataclasses.replace(
   kinds=(LayerKind(mlp="experts"),),
   mixture=Mixture(experts=8, per_token=2, mlp=88, normalised=True, shared=176),
 )
+# A Qwen3.5 of the size of TINY: three gated delta nets, then a layer with attention.
+TINY_DELTA = dataclasses.replace(
+  TINY,
+  model_type="qwen3_5_text",
+  biases=(),
+  layers=4,
+  mlp=152,
+  rope_share=0.25,
+  kinds=(LayerKind(mixer=DELTA),) * 3 + (LayerKind(),),
+  delta=DeltaSizes(key_heads=4, value_heads=4, key_dim=32, value_dim=32, taps=4),
+)
 QWEN2_5 = {
   "0.5b": _model(151936, 896, 24, 14, 2, 4864, head_dim=64, tied=True),
   "1.5b": _model(151936, 1536, 28, 12, 2, 8960, tied=True),
@@ -102,6 +113,7 @@ LLAMA_3_1_70B = _llama3(8192, 80, 64, 8, 28672, factor=8.0)
 PRESETS: dict[str, ModelConfig] = {
   "tiny": TINY,
   "tiny-moe": TINY_MOE,
+  "tiny-delta": TINY_DELTA,
   **{f"qwen2.5-{size}": model for size, model in QWEN2_5.items()},
   **{
     f"qwen2.5-math-{size}": dataclasses.replace(QWEN2_5[size], **MATH)

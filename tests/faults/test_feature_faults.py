@@ -51,6 +51,7 @@ RUNS = {
     f"episodes, {name}": WITHOUT_TURN_CREDIT | {"algorithm.name": name}
     for name in ("gigpo", "turn_return", "mt_grpo")
   },
+  "episodes, gated delta nets": EPISODES | {"model.preset": "tiny-delta"},
   "difficulty": EXPLORE,
   "difficulty, plain": EXPLORE | {"algorithm.name": "gtpo"},
   "difficulty, stale": EXPLORE | {"sampling.staleness": 1},
@@ -131,6 +132,7 @@ def two(workdir, settings, event="-", victim=0):
   [
     ("agents", [("kill:turn:50", 0)]),
     ("episodes", [("kill:turn:50", 0)]),
+    ("episodes, gated delta nets", [("kill:turn:50", 0)]),
     ("difficulty", [("kill:sampling:2", 1), ("kill:saving:1", 0)]),
   ],
 )

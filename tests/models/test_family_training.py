@@ -20,10 +20,10 @@ from gtpo_jax.runtime.mesh import single_device_mesh
 
 CHANGES = {
   "smollm3": {},
-  "olmo2": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
+  "olmo2": {},
   "olmo3": {"model": {"lora_rank": 4, "quantize": "int8"}},
   "gemma3": {"sampling": {"staleness": 1}},
-  "qwen3_5": {"sampling": {"staleness": 1}},
+  "qwen3_5": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "sampling": {"staleness": 1}},
   "qwen3_moe": {"model": {"router_balance": 0.01}},
   "qwen3_moe-dense": {"sampling": {"staleness": 1}},
   "qwen2_moe": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
@@ -71,7 +71,9 @@ def test_a_tiny_model_is_trained_and_its_export_opens(name, tmp_path):
   assert rows  # a step without contrast has no loss
   for row in rows:
     assert math.isfinite(row["loss"]) and 0 < row["grad_norm"] < math.inf
-    assert row["mismatch/max_abs_logp"] < 1e-4
+  # None in a step whose tokens were all drawn by earlier parameters
+  gaps = [gap for row in rows if (gap := row["mismatch/max_abs_logp"]) is not None]
+  assert gaps and max(gaps) < 1e-4
   export_policy(workdir, tmp_path / "out", "gtpo export")
   again, report = transformers.AutoModelForCausalLM.from_pretrained(
     tmp_path / "out", output_loading_info=True
