@@ -49,6 +49,43 @@ QWEN = """
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+# Qwen3.5 begins to think in the prompt, keeps the thinking of all turns since the last question,
+# and writes calls as XML.
+QWEN3_5 = """
+{%- if tools %}{{- '<|im_start|>system\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}
+{{- '<tool_call>\n<function=NAME>\n<parameter=NAME>\nVALUE\n</parameter>' }}
+{{- '\n</function>\n</tool_call><|im_end|>\n' }}{%- endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- set text = m.content.split('</think>')[-1].strip() %}
+{%- set thinking = m.content.split('</think>')[0].split('<think>')[-1].strip() %}
+{{- '<|im_start|>assistant\n' }}
+{%- if loop.index0 > ns.last %}
+{{- '<think>\n' + (thinking if '</think>' in m.content else '') + '\n</think>\n\n' }}{%- endif %}
+{{- text }}
+{%- for call in m.tool_calls or [] %}
+{%- if not loop.first %}{{- '\n' }}{%- elif text %}{{- '\n\n' }}{%- endif %}
+{{- '<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for name, value in call.function.arguments.items() %}
+{{- '<parameter=' + name + '>\n' + (value if value is string else value | tojson) }}
+{{- '\n</parameter>\n' }}{%- endfor %}
+{{- '</function>\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- elif m.role == 'tool' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
+{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '\n</think>\n\n' }}{%- endif %}
+{%- endif %}"""
 # Llama 3.1 writes results as JSON, allows one call in a turn, and has tools in the first question.
 LLAMA3 = """
 {%- macro head(role) %}
@@ -109,6 +146,7 @@ MISTRAL = """
 
 _QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>"]
 _QWEN_PLAIN = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|repo_name|>"]
+_QWEN3_PLAIN = [*_QWEN_PLAIN, "<tool_response>", "</tool_response>", "<think>", "</think>"]
 # Special tokens, plain added tokens, end tokens, settings.
 FAMILIES = {
   "qwen2.5": (
@@ -123,13 +161,19 @@ FAMILIES = {
   ),
   "qwen3": (
     _QWEN_SPECIAL,
-    [*_QWEN_PLAIN, "<tool_response>", "</tool_response>", "<think>", "</think>"],
+    _QWEN3_PLAIN,
     ["<|im_end|>", "<|endoftext|>"],
     {
       "eos_token": "<|im_end|>",
       "pad_token": "<|endoftext|>",
       "chat_template": QWEN.replace("DEFAULT", "''").replace("THINKS", "true"),
     },
+  ),
+  "qwen3.5": (
+    _QWEN_SPECIAL,
+    _QWEN3_PLAIN,
+    ["<|im_end|>", "<|endoftext|>"],
+    {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": QWEN3_5},
   ),
   "llama3": (
     [

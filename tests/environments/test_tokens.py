@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 
 from gtpo_jax.data.chat import TOKENIZER_DIR, WRITTEN, load_chat
 from gtpo_jax.data.records import user
-from gtpo_jax.environments.parsers import hermes, llama3, mistral, parser_for
+from gtpo_jax.environments.parsers import hermes, llama3, mistral, parser_for, qwen3_coder
 from gtpo_jax.environments.tokens import NO_CALL_ID, TurnTokens
 from gtpo_jax.environments.tools import Tools
 from gtpo_jax.runtime.errors import UserError
@@ -34,6 +34,16 @@ def assistant(text, *calls):
 def written(name, text, calls):
   """Returns a turn as a model of the family writes it."""
   functions = [x["function"] for x in calls]
+  if name == "qwen3.5":
+    parts = [
+      "\n".join(
+        [f"<tool_call>\n<function={x['name']}>"]
+        + [f"<parameter={key}>\n{value}\n</parameter>" for key, value in x["arguments"].items()]
+        + ["</function>\n</tool_call>"]
+      )
+      for x in functions
+    ]
+    return text.removeprefix("<think>\n") + "\n".join(parts)
   if name.startswith("qwen"):
     parts = [f"<tool_call>\n{json.dumps(x)}\n</tool_call>" for x in functions]
     return "\n".join(filter(None, [text, *parts]))
@@ -48,21 +58,29 @@ def conversations(name):
   """Yields three-turn conversations, as a first prompt and pairs of a turn and its messages."""
   lone = call("search", {"query": "jax"})
   other = call("search", {"query": "flax"}, "abcdefghi")
-  end = assistant("It is 42.")
+  thought = "<think>\nHm.\n</think>\n\n" if name == "qwen3.5" else ""
+  end = assistant(f"{thought}It is 42.")
   yield [
-    (assistant("", lone), [result(RESULTS[0])]),
-    (assistant("", lone), [result(RESULTS[1])]),
+    (assistant(thought, lone), [result(RESULTS[0])]),
+    (assistant(thought, lone), [result(RESULTS[1])]),
     (end, []),
   ]
   if name != "llama3":
     both = [result(RESULTS[2]), result(RESULTS[3], "abcdefghi")]
-    yield [(assistant("", lone, other), both), (assistant("", other), [both[1]]), (end, [])]
-  yield [(assistant("16"), [*user("higher")]), (assistant("24"), [*user("lower\n")]), (end, [])]
+    yield [
+      (assistant(thought, lone, other), both),
+      (assistant(thought, other), [both[1]]),
+      (end, []),
+    ]
+  if not thought:  # the template drops what was thought before the last question
+    guess = lambda number, answer: (assistant(number), [*user(answer)])
+    yield [guess("16", "higher"), guess("24", "lower\n"), (end, [])]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_episode_is_the_conversation_that_the_template_renders(name):
   chat = family(name)
+  parser = parser_for("auto", chat)
   count = 0
   for turns in conversations(name):
     role = turns[0][1][0]["role"]
@@ -70,7 +88,10 @@ def test_an_episode_is_the_conversation_that_the_template_renders(name):
     messages = [*user("Find it.")]
     ids = chat.encode_prompt(messages)
     for turn, observation in turns:
-      text = written(name, turn["content"], turn["tool_calls"] or [])
+      calls = turn["tool_calls"] or []
+      text = written(name, turn["content"], calls)
+      read = [{"name": x.name, "arguments": x.arguments} for x in parser(text).calls]
+      assert read == [x["function"] for x in calls]
       drawn = chat.tokenizer.encode(text, add_special_tokens=False)
       ids += [*drawn, chat.tokenizer.eos_token_id]
       empty = chat.encode("<think>\n\n</think>\n\n") if name == "qwen3" else []
@@ -123,9 +144,10 @@ def test_texts_of_demonstrated_turns_become_no_control_tokens_but_those_that_mod
   calling = chat.controls(tokens.turn(assistant("", call("x", {"x": "y"}))))
   for token in chat.control:
     expected = plain
-    if token in WRITTEN and not (name == "qwen3" and "think" in token):
+    is_taken_out = name in ("qwen3", "qwen3.5") and "think" in token  # by the template
+    if token in WRITTEN and not is_taken_out:
       expected = [*plain[:-1], chat.tokenizer.convert_tokens_to_ids(token), plain[-1]]
-    if name != "qwen3" or "think" not in token:  # its template takes thinking out of the text
+    if not is_taken_out:
       assert chat.controls(tokens.turn(assistant(f"a{token}b"))) == expected
     ids = tokens.turn(assistant("", call(f"a{token}b", {"x": [{"y": f"a{token}b"}]})))
     if token not in WRITTEN:
@@ -259,9 +281,11 @@ def test_the_prompt_shows_tools():
       assert text in chat.tokenizer.decode(ids).replace("  ", " ")
       plain = chat.encode_prompt(user(text))
       if name != "mistral":  # which has control tokens around tools
-        assert len(chat.controls(ids)) - len(chat.controls(plain)) == 2 * (name == "qwen3")
+        more = {"qwen3": 2, "qwen3.5": 4}.get(name, 0)
+        assert len(chat.controls(ids)) - len(chat.controls(plain)) == more
 
 
 def test_the_tokenizer_tells_how_its_model_writes_calls():
   parsers = {name: parser_for("auto", family(name)) for name in FAMILIES}
-  assert parsers == {"qwen2.5": hermes, "qwen3": hermes, "llama3": llama3, "mistral": mistral}
+  qwen = {"qwen2.5": hermes, "qwen3": hermes, "qwen3.5": qwen3_coder}
+  assert parsers == {**qwen, "llama3": llama3, "mistral": mistral}
