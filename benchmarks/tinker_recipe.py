@@ -1,6 +1,6 @@
 """Runs a recipe of tinker-cookbook, unchanged, against a server; in an environment with the recipe.
 
-python benchmarks/tinker_recipe.py RECIPE URL MODEL [--steps=N] [--credit=NAME] [--json=FILE]
+python benchmarks/tinker_recipe.py RECIPE URL MODEL [--steps=N] [--credit=NAME] [--json=FILE] ...
 
 MODEL is what the server calls the model; the tokenizer is read from a folder of that name in the
 current folder, or anywhere. The recipes' data sets are not needed: a few rows take their place.
@@ -51,10 +51,26 @@ def offline():
   datasets.load_dataset = load
 
 
+def bound_summands(largest):
+  """Lets the recipe draw summands from 0 to `largest` instead of 100."""
+  from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDataset
+
+  class Smaller:
+    def __init__(self, rng):
+      self._rng = rng
+
+    def randint(self, low, high):
+      return self._rng.randint(low, min(high, largest + 1))
+
+  make = ArithmeticDataset._make_env_group_builder
+  ArithmeticDataset._make_env_group_builder = lambda self, rng: make(self, Smaller(rng))
+
+
 def math_rl(options, folder, **more):
   """The arithmetic of math_rl; 0.6.1 sends spans, 0.5.8 does not."""
   from tinker_cookbook.recipes.math_rl import train
 
+  bound_summands(options.largest)
   if options.credit:
     more["loss_fn_config"] = {"credit": options.credit}
   config = train.CLIConfig(
@@ -160,6 +176,7 @@ def main():
   parser.add_argument("--rate", type=float, default=1e-4)
   parser.add_argument("--loss", default="importance_sampling")
   parser.add_argument("--credit", default="")
+  parser.add_argument("--largest", type=int, default=100, help="summand of math_rl")
   parser.add_argument("--json", type=Path)
   options = parser.parse_args()
   folder = Path(tempfile.mkdtemp())

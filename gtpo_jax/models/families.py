@@ -263,11 +263,12 @@ MULTIMODAL = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 NOT_COVERED = {
   "gemma2": "soft-capping of attention scores and logits",
   "gemma3n": "per-layer embeddings, sparse MLPs and shared keys and values",
+  "gemma3n_text": "per-layer embeddings, sparse MLPs and shared keys and values",
   "gemma4": "per-layer embeddings, heads of two widths and shared keys and values",
   "gemma4_text": "per-layer embeddings, heads of two widths and shared keys and values",
   "gpt_oss": "attention sinks, experts with biases and MXFP4 weights",
   "qwen3_next": "gated delta nets beside mixtures of experts, and other layouts of their weights",
   "qwen3_5_moe": "gated delta nets beside mixtures of experts",
   "qwen3_5_moe_text": "gated delta nets beside mixtures of experts",
-  "phi3": "rotary angles on a part of the head, LongRoPE, and projections stored as one matrix",
+  "phi3": "LongRoPE, and projections stored as one matrix",
 }

@@ -37,6 +37,7 @@ MOST_RESULT_BYTES = 512 << 20  # of results that are kept
 COMPACT_BYTES = 1 << 30  # a journal of this size is rewritten
 GONE_S = 600  # without a sign of life, a session's models may give up their places
 MAX_AHEAD = 4096  # numbers by which a request may be ahead of its model's next one
+LARGEST_SEQ = 2**63  # of the numbers that clients give
 SAMPLE = "asample"
 CREATE, LOAD = "create_model", "load_weights"
 

@@ -18,7 +18,7 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.http import answering, read_body, starlette_app
 from gtpo_jax.serving.requests import Fields, one_line, shown
-from gtpo_jax.tinker.ledger import CREATE, LOAD, SAMPLE, Ledger
+from gtpo_jax.tinker.ledger import CREATE, LARGEST_SEQ, LOAD, SAMPLE, Ledger
 from gtpo_jax.tinker.models import ServedBase, Spec, read_spec
 from gtpo_jax.tinker.sampler import Sampler, SamplingRequest
 from gtpo_jax.tinker.saved_weights import Saved, Store, describe_run
@@ -39,7 +39,6 @@ MAX_DATA = 65_536  # of a request
 WARNING = (
   "train_unembed has no effect here: adapters are on attention and MLP matrices, not the head"
 )
-LARGEST_SEQ = 2**63
 
 
 class Routes:

@@ -15,7 +15,7 @@ from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.serving.api_errors import bad
 from gtpo_jax.serving.requests import Fields
 from gtpo_jax.tinker.entropy_credit import shape, split_credit
-from gtpo_jax.tinker.ledger import CREATE, LOAD, Ledger
+from gtpo_jax.tinker.ledger import CREATE, LARGEST_SEQ, LOAD, Ledger
 from gtpo_jax.tinker.losses import Loss, make_loss
 from gtpo_jax.tinker.models import ServedBase, Spec, TrainedModel
 from gtpo_jax.tinker.saved_weights import (
@@ -41,6 +41,7 @@ from gtpo_jax.tinker.wire import (
   refusal,
 )
 
+LONGEST_TTL_S = 1e9  # that weights may be kept for
 SNAPSHOT_S = 60.0  # of computing, after which a model's state is saved
 FORWARD_BACKWARD, OPTIM_STEP = "forward_backward", "optim_step"
 SAVE, SAVE_FOR_SAMPLER, REFUSED = "save_weights", "save_weights_for_sampler", "refused"
@@ -204,17 +205,17 @@ class Trainer:
     return _json({"metrics": self._model(request).step(StepSettings(*values.values()))})
 
   def _save(self, request: Submission) -> StoredResult:
-    fields = json.loads(request.body)
-    name = check_name(fields.get("path") or f"{request.seq:06d}")
+    fields = Fields(request.body)
+    name = check_name(fields.take("path") or f"{request.seq:06d}")
     return _json({"path": self._write(request, TRAINING, name, fields), "type": "save_weights"})
 
   def _save_for_sampler(self, request: Submission) -> StoredResult:
-    fields = json.loads(request.body)
-    kind = fields.get("kind", "snapshot")
+    fields = Fields(request.body)
+    kind = fields.take("kind", "snapshot")
     if kind not in ("snapshot", "inflight"):
       raise bad(f"kind must be snapshot or inflight, got {kind!r:.80}", "kind")
-    name = fields.get("path")
-    number = fields.get("sampling_session_seq_id")
+    name = fields.take("path")
+    number = fields.integer("sampling_session_seq_id", None, 0, LARGEST_SEQ)
     answer = {"type": "save_weights_for_sampler"}
     path = self._write(request, SAMPLER, check_name(name) if name else None, fields)
     if name:
@@ -230,20 +231,22 @@ class Trainer:
       answer["sampling_session_id"] = sampler
     return _json(answer)
 
-  def _write(self, request: Submission, kind: str, name: str | None, fields: dict[str, Any]) -> str:
+  def _write(self, request: Submission, kind: str, name: str | None, fields: Fields) -> str:
     """Saves weights under a name, or under the number of the request; returns their path."""
     run = request.target
+    overwrite = fields.flag("overwrite")
+    seconds = fields.number("ttl_seconds", 0.0, 0.0, LONGEST_TTL_S)
     folder = self._store.folder(run, kind, name or f"{EPHEMERAL}{request.seq}")
     if saved := self._store.read(folder):
       if saved.about["seq"] == request.seq:
         return saved.path  # written by a process that was killed before it could say so
-      if fields.get("overwrite") is not True:
+      if not overwrite:
         raise bad(f"{saved.path} exists; give another name, or overwrite=True", "path")
       self._store.delete(saved)
     about = {"run": run, "owner": self._owner(run), "kind": KINDS[kind], "seq": request.seq}
-    about["metadata"] = fields.get("user_metadata")
-    if seconds := fields.get("ttl_seconds"):
-      about["expires"] = time.time() + float(seconds)
+    about["metadata"] = fields.take("user_metadata")
+    if seconds:
+      about["expires"] = time.time() + seconds
     self._store.expire()
     model = self._model(request)
     model.save(folder, about, moments=kind == TRAINING, export=bool(name))

@@ -29,6 +29,7 @@ CHANGES = {
   "qwen2_moe": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
   "olmoe": {"model": {"lora_rank": 4, "lora_targets": "q,v,experts", "quantize": "int8"}},
 }
+INT8 = {"model": {"lora_rank": 4, "quantize": "int8"}}
 ROWS = [{"prompt": f"{a}+{b}:", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)]
 
 
@@ -37,24 +38,28 @@ def even(prompts, completions, answers, extras):
   return [len(text) % 2 == 0 for text in completions]
 
 
+def marked(name, changes, manual=False):
+  """A row: a family and settings."""
+  marks = [pytest.mark.devices] if "mesh" in changes else []
+  marks += [pytest.mark.manual] if manual else []
+  return pytest.param(name, changes, marks=marks, id="-".join((name, *changes.get("model", ()))))
+
+
 @pytest.mark.parametrize(
-  "name",
+  ("name", "changes"),
   [
-    *(pytest.param(x, marks=[pytest.mark.devices] if "mesh" in CHANGES[x] else []) for x in NEWER),
-    "olmoe",
-    *(pytest.param(x, marks=pytest.mark.manual) for x in MIXTURES[:2]),
-    pytest.param("qwen2_moe", marks=[pytest.mark.manual, pytest.mark.devices]),
+    *(marked(name, CHANGES[name], name in MIXTURES[:3]) for name in NEWER + MIXTURES),
+    *(marked(name, INT8, manual=True) for name in ("smollm3", "olmo2", "gemma3")),
   ],
 )
 @pytest.mark.slow
-def test_a_tiny_model_is_trained_and_its_export_opens(name, tmp_path):
+def test_a_tiny_model_is_trained_and_its_export_opens(name, changes, tmp_path):
   transformers = pytest.importorskip("transformers")
   chat = load_chat()
   sizes = {"vocab_size": 384, "context": 256, "rope_scaling": None}
   architecture = read_config(hf_folder(**FAMILY_CASES[name])[0], "float32")
   model = Transformer(dataclasses.replace(architecture, **sizes), single_device_mesh())
   save(model, init_params(model, jax.random.key(0)), chat.tokenizer, tmp_path / "hf")
-  changes = CHANGES[name]
   config = {
     "steps": 3,
     "model": {"path": str(tmp_path / "hf"), "compute_dtype": "float32", **changes.get("model", {})},

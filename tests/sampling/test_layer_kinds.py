@@ -39,7 +39,18 @@ DELTA_NETS = dataclasses.replace(
   kinds=(LayerKind(mixer=DELTA),) * 3 + (LayerKind(),),
   delta=DeltaSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4),
 )
+SIZES = {"layers": 5, "head_dim": 16, "biases": ()}
+NO_ANGLES = dataclasses.replace(
+  CONFIG, model_type="smollm3", kinds=(LayerKind(), LayerKind(rotates=False)), **SIZES
+)
+NORMS_AFTER = dataclasses.replace(CONFIG, model_type="olmo2", **SIZES)
+NORMS_AFTER_AND_WINDOWS = dataclasses.replace(
+  CONFIG, model_type="olmo3", kinds=(LayerKind(17, rope_theta=100.0), LayerKind()), **SIZES
+)
 CONFIGS = {"windows": KINDS, "delta": DELTA_NETS}
+# Each feature of these is in another one, or in a test of its own.
+MORE = {"smollm3": NO_ANGLES, "olmo2": NORMS_AFTER, "olmo3": NORMS_AFTER_AND_WINDOWS}
+EVERY = [*CONFIGS, *(pytest.param(name, marks=pytest.mark.manual) for name in MORE)]
 TOKENS = 40
 GROUP = 6
 FEW_SLOTS = EngineConfig(slots=5, chunk=4)
@@ -50,7 +61,7 @@ PAGED = {
 
 
 def make(name, *args, **settings):
-  return build(*args, config=CONFIGS[name], max_tokens=TOKENS, **settings)
+  return build(*args, config=(CONFIGS | MORE)[name], max_tokens=TOKENS, **settings)
 
 
 @functools.cache
@@ -75,7 +86,7 @@ def test_parameters_are_stacked_by_their_place_in_the_pattern():
   assert len(layers) == 5
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.slow
 def test_a_resumed_completion_and_one_of_several_turns_are_scored_as_drawn(name):
   built = make(name, engine_config=FEW_SLOTS)
@@ -86,7 +97,7 @@ def test_a_resumed_completion_and_one_of_several_turns_are_scored_as_drawn(name)
 
 
 @pytest.mark.parametrize("kernel", [pytest.param("pallas", marks=pytest.mark.manual), "triton"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.slow
 def test_pages_give_the_same_tokens(name, kernel):
   assert_same(sample_in_parts(make(name, engine_config=PAGED[kernel]), (5, 2, 4)), expected(name))

@@ -8,12 +8,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from live import make_folder, options_for, running
 
 from gtpo_jax.tinker.schema import CLASSES, FLOAT32, INT64
 
 FUZZED = 150
 FUZZED_S = 600.0
+POLLS = 6  # for a result, each of at most half a minute
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +46,11 @@ def post(url, path, /, **fields):
 
 def result(url, name):
   """The result of a request, once there is one."""
-  while True:
+  for _ in range(POLLS):
     status, data = send(url, "POST", "retrieve_future", json.dumps({"request_id": name}).encode())
     if status != 408:
       return status, data
+  raise AssertionError(f"{name} has no result")
 
 
 def gradient_request(model, seq, weight=1.0, length=6):
@@ -239,3 +242,77 @@ def test_no_request_breaks_the_server(url, model):
 def test_no_request_breaks_the_server_in_ten_minutes(url, model):
   began = time.monotonic()
   check_fuzz(url, model, 1, lambda _: time.monotonic() - began < FUZZED_S)
+
+
+def junk_values(rng, given):
+  """Fields of the right names, some of whose values are of any kind."""
+  values = (None, -1, 0, 1e-30, 1e308, 2**70, True, "x" * 300, "nan", [], [1.5], {}, {"a": []})
+  many = [[rng.randrange(-9, 500) for _ in range(rng.randrange(200))], ["a"] * 9, [[5], [6, 7]]]
+  made = dict(given)
+  for name in rng.sample(sorted(given), rng.randrange(3)):
+    made[name] = rng.choice([*values, *many])
+  return made
+
+
+def executed(url, rng, sampler, model, seq):
+  """Sends a request whose turn it is, with values of any kind; returns status and answer."""
+  what = rng.randrange(4)
+  if what == 0:
+    adam = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1}
+    fields = {"adam_params": junk_values(rng, adam | {"grad_clip_norm": 1.0}), "model_id": model}
+    return post(url, "optim_step", seq_id=seq, **fields)
+  if what == 1:
+    body = bytearray(gradient_request(model, seq, weight=rng.choice([1.0, -1e30, 1e38, 0.0])))
+    for _ in range(rng.choice([0, 1, 2])):
+      body[rng.randrange(len(body))] = rng.randrange(256)
+    try:
+      message = CLASSES["ForwardBackwardRequest"].FromString(bytes(body))
+    except DecodeError:
+      message = CLASSES["ForwardBackwardRequest"]()
+    message.model_id, message.seq_id = model, seq
+    body = message.SerializeToString()
+    status, data = send(url, "POST", "forward_backward", body, "application/x-protobuf")
+    return status, json.loads(data) | {"number_is_taken": True}
+  if what == 2:
+    given = {"path": "a", "ttl_seconds": 9, "overwrite": True, "user_metadata": {}}
+    fields = junk_values(rng, given | {"kind": "snapshot", "sampling_session_seq_id": 4})
+    if rng.random() < 0.3:
+      fields["path"] = rng.choice(["../b", "", "c/d", "e\0f", ".", "..", "state"])
+    op = rng.choice(["save_weights", "save_weights_for_sampler"])
+    return post(url, op, seq_id=seq, model_id=model, **fields)
+  params = {"max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 3, "stop": None}
+  chunk = junk_values(rng, {"type": "encoded_text", "tokens": [1, 2, 3]})
+  fields = junk_values(rng, {"num_samples": 2, "prompt_logprobs": False, "topk_prompt_logprobs": 0})
+  fields |= {"prompt": {"chunks": [chunk]}, "sampling_params": junk_values(rng, params)}
+  number = rng.randrange(2**40)
+  return post(url, "asample", sampling_session_id=sampler, seq_id=number, **fields)
+
+
+@pytest.mark.manual
+def test_no_value_breaks_a_model_or_a_sampler(url, capfd):
+  """As many kinds of values as two minutes allow; each is refused as the client's, or works."""
+  rng = random.Random(2)
+  began = time.monotonic()
+  counts = {"ok": 0, "user": 0, "refused": 0}
+  while time.monotonic() - began < FUZZED_S / 5:
+    session, model = create(url)
+    given = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = post(url, "create_sampling_session", **given)[1]["sampling_session_id"]
+    seq = 1
+    for _ in range(30):
+      status, answer = executed(url, rng, sampler, model, seq)
+      print(seq, status, answer, flush=True)
+      assert status < 500, answer
+      counts["refused"] += status != 200
+      seq += "number_is_taken" in answer or answer.get("model_id") == model
+      if status != 200:
+        continue
+      status, data = result(url, answer["request_id"])
+      assert status == 200, data
+      failed = json.loads(data) if data[:1] == b"{" else {}
+      assert failed.get("category", "user") == "user", failed
+      counts["user" if "category" in failed else "ok"] += 1
+  print(counts)
+  assert min(counts.values()) > 10
+  output, errors = capfd.readouterr()
+  assert "Traceback" not in output + errors, errors

@@ -131,7 +131,7 @@ def test_sizes_that_are_not_those_of_the_tensors_are_named(folder):
     ),
     (config(model_type="gpt_oss", num_local_experts=8), "not supported: attention sinks"),
     (config(model_type="gemma4", text_config={}), "not supported: per-layer embeddings"),
-    (config(model_type="phi3"), "rotary angles on a part of the head, LongRoPE"),
+    (config(model_type="phi3"), "not supported: LongRoPE, and projections"),
     (
       config(model_type="gpt2"),
       "has model_type 'gpt2'; supported are qwen2, qwen3, llama, mistral",
