@@ -288,3 +288,15 @@ def test_two_clients_and_two_models_at_once(server):
   assert found[0, 0] == found[1, 0]
   assert found[0, 2] == found[1, 2]
   assert found[0, 0] != found[0, 2]
+
+
+@pytest.mark.devices
+@pytest.mark.manual
+def test_several_devices_hold_the_model(model, tmp_path):
+  """Eight devices train, sample and save as one does; what is expected is computed on one."""
+  with running(options_for(model, tmp_path / "workdir")) as server, connected(server[0]) as service:
+    assert server[1].base.worker.model.mesh.size == 8
+    test_a_model_learns_and_goes_on_from_its_checkpoint(service, server)
+    test_exported_adapters_are_those_of_the_sampler(service, server, tmp_path)
+    test_a_sampler_has_the_weights_that_were_saved(service, server)
+    test_credit_shapes_advantages_by_recorded_entropies(service, server)

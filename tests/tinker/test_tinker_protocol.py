@@ -301,7 +301,6 @@ def test_no_value_breaks_a_model_or_a_sampler(url, capfd):
     seq = 1
     for _ in range(30):
       status, answer = executed(url, rng, sampler, model, seq)
-      print(seq, status, answer, flush=True)
       assert status < 500, answer
       counts["refused"] += status != 200
       seq += "number_is_taken" in answer or answer.get("model_id") == model
