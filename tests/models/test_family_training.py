@@ -49,7 +49,7 @@ def marked(name, changes, manual=False):
   ("name", "changes"),
   [
     *(marked(name, CHANGES[name], name in MIXTURES[:3]) for name in NEWER + MIXTURES),
-    *(marked(name, INT8, manual=True) for name in ("smollm3", "olmo2", "gemma3")),
+    *(marked(name, INT8, manual=True) for name in ("smollm3", "olmo2", "gemma3", "qwen3_5")),
   ],
 )
 @pytest.mark.slow
