@@ -132,6 +132,7 @@ def config_of(task: str, algorithm: Mapping[str, Any], seed: int = 0, **changes:
     "log.tensorboard": False,
     "batch.pack": False,  # packing would compile many shapes
     "batch.prompts": 16,
+    "env.step_timeout_s": 600.0,  # a busy machine must not leave episodes out
     **TURN_TASKS[task],
     **{f"algorithm.{key}": value for key, value in algorithm.items()},
     **{key.replace("__", "."): value for key, value in changes.items()},
