@@ -21,6 +21,7 @@ import numpy as np
 from gtpo_jax.models.kinds import DeltaSizes
 
 CHUNK = 64
+BLOCK = 16  # rows of the largest matrix that is inverted by products of its full size
 # Arrays of the size of keys or values, and of [chunk, chunk], that the compiler keeps at once.
 VECTORS = 8
 SQUARES = 4
@@ -117,9 +118,10 @@ def rule_flops(sizes: DeltaSizes) -> int:
   """Returns the FLOP of the products of the chunked rule for one position of a layer."""
   e, f = sizes.key_dim, sizes.value_dim
   of_memory = 3 * e * f
-  inverse = 2 * CHUNK * (CHUNK.bit_length() - 1)
-  of_chunk = CHUNK * (2 * e + f + (e + f) + inverse)
-  return 2 * sizes.value_heads * (of_memory + of_chunk)
+  of_chunk = CHUNK * (2 * e + f + (e + f))
+  of_blocks = 2 * (BLOCK.bit_length() - 1) * BLOCK**2
+  of_inverse = of_blocks + (CHUNK**2 - BLOCK**2) // 3
+  return 2 * sizes.value_heads * (of_memory + of_chunk + of_inverse)
 
 
 def rule_bytes(sizes: DeltaSizes) -> int:
@@ -192,12 +194,19 @@ def _inverse(system: jax.Array) -> jax.Array:
 
   The inverses of the blocks on the diagonal give the inverses of blocks twice as large:
   [[A, 0], [C, B]]' = [[A', 0], [-B' C A', B']]. Powers of a matrix, whose sum it is too, may be
-  larger than the sum by many orders of magnitude.
+  larger than the sum by many orders of magnitude. Larger matrices than BLOCK are halved; within
+  smaller ones, all blocks of a size are in one product.
   """
   c = system.shape[-1]
+  product = functools.partial(jnp.einsum, "...ij,...jk->...ik", precision="highest")
+  half = c // 2
+  if c > BLOCK and c % 2 == 0:
+    first, second = _inverse(jnp.stack([system[..., :half, :half], system[..., half:, half:]]))
+    left = jnp.concatenate([first, -product(product(second, system[..., half:, :half]), first)], -2)
+    right = jnp.concatenate([jnp.zeros_like(second), second], -2)
+    return jnp.concatenate([left, right], -1)
   row, column = np.indices((c, c))
   inverse = jnp.eye(c)
-  product = functools.partial(jnp.einsum, "...ij,...jk->...ik", precision="highest")
   size = 1
   while size < c:
     is_pair = row // (2 * size) == column // (2 * size)
