@@ -46,6 +46,13 @@ GEMMA3 = (
   "{{- message['content'] | trim + '<end_of_turn>\\n' }}{%- endfor %}"
   "{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"
 )
+# Roles are plain text, and one token begins a conversation and ends a completion.
+OLMO2 = (
+  "{{- bos_token }}{%- for message in messages %}"
+  "{{- '<|' + message['role'] + '|>\\n' + message['content'] }}"
+  "{%- if message['role'] == 'assistant' %}{{- eos_token }}{%- endif %}{{- '\\n' }}{%- endfor %}"
+  "{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"
+)
 # Special tokens, plain added tokens, settings of the tokenizer, and end tokens of
 # generation_config.json. Each of the lists of end tokens has one that the tokenizer does not name.
 STYLES = {
@@ -73,6 +80,13 @@ STYLES = {
     [],
     {**{"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}, "chat_template": GEMMA3},
     ["<eos>", "<end_of_turn>"],
+  ),
+  "olmo2": (
+    ["<|endoftext|>", "<|pad|>"],
+    [],
+    {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
+    | {"chat_template": OLMO2},
+    ["<|endoftext|>"],
   ),
 }
 CONVERSATIONS = [
@@ -120,7 +134,8 @@ def test_prompts_are_those_of_the_tokenizers_template(styled, messages):
   ids = chat.encode_prompt(messages)
   assert ids == want
   if bos := chat.tokenizer.bos_token_id:
-    assert ids[0] == bos and ids.count(bos) == 1
+    ends = sum(x["role"] == "assistant" for x in messages) if bos in chat.stop else 0
+    assert ids[0] == bos and ids.count(bos) == 1 + ends
 
 
 def test_control_tokens_in_a_text_stay_text(styled):
