@@ -67,6 +67,17 @@ class Packing:
     """The most conversations of a completion."""
     return 1 if self.begins is None else self.begins.shape[2]
 
+  def places(self, t: int) -> jax.Array | None:
+    """Returns the place of each position in its conversation, i32[n, g, t].
+
+    None if every completion is one conversation.
+    """
+    if self.begins is None:
+      return None
+    begins = self.begins[..., None, :]
+    positions = jnp.arange(t)
+    return positions - jnp.where(begins <= positions[:, None], begins, 0).max(-1)
+
   def pack(self, x: jax.Array) -> jax.Array:
     """Converts `x` [n, g, t, ...] to rows [n, w, s, ...], with 0 on padding."""
     packed = _gather(x, self.source)

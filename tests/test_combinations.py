@@ -1,6 +1,7 @@
 """Random combinations of settings: each trains two tiny steps or is refused in one line."""
 
 import collections
+import dataclasses
 import random
 
 import jax
@@ -12,6 +13,8 @@ from gtpo_jax.algorithms.objectives.ratios import RATIOS
 from gtpo_jax.config import freeze
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train
+from gtpo_jax.models import PRESETS
+from gtpo_jax.models.kinds import Mixture
 from gtpo_jax.runtime.errors import UserError
 
 BASE = {
@@ -108,7 +111,10 @@ def test_three_hundred_random_combinations_train_or_are_refused():
 
 
 @pytest.mark.manual
-def test_ten_random_combinations_train_a_mixture_of_experts():
+def test_ten_random_combinations_train_a_mixture_of_experts(monkeypatch):
+  small = Mixture(4, 2, 16, normalised=True, shared=16)
+  small = dataclasses.replace(PRESETS["tiny-moe"], width=32, layers=1, heads=2, mixture=small)
+  monkeypatch.setitem(PRESETS, "tiny-moe", dataclasses.replace(small, head_dim=16, kv_heads=1))
   draw = random.Random(1)
   trained = 0
   while trained < 10:

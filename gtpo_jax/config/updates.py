@@ -18,6 +18,7 @@ from gtpo_jax.config.resolve import resolve_model
 from gtpo_jax.config.run_config import Config
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.delta.rule import rule_bytes
+from gtpo_jax.models.experts.module import PART_BYTES
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import abstract_params, active_params, matmul_params
 from gtpo_jax.models.transformer import Transformer
@@ -195,12 +196,21 @@ def update_bytes(
   itemsize = DTYPES[c.compute_dtype](0).itemsize
   tokens = tokens_per_part(config, mesh, micro_batches) / context
   residual = c.layers * tokens * c.width * itemsize / tensor
-  # In a layer with experts, each device computes tokens of all their shards.
-  mlp = c.active_mlp * expert
+  mlp = c.active_mlp
+  experts = 0
+  if m := c.mixture:
+    # Each device computes tokens of all shards of the experts, many of them in parts.
+    rows = tokens * m.per_token * expert * c.width * itemsize
+    routed = m.active - m.shared
+    if rows <= PART_BYTES:
+      mlp += routed * (expert - 1)
+      experts = 6 * rows / tensor
+    else:  # parts keep nothing, and their gradients are summed in float32
+      mlp -= routed
+      matrices = c.expert_params / len(c.expert_layers) / expert
+      experts = (6 * PART_BYTES * (1 + m.mlp / c.width) + 8 * matrices) / tensor
   features = 3 * mlp + 2 * (c.heads + c.kv_heads) * c.head_dim
-  if c.mixture:
-    features += 3 * c.mixture.per_token * expert * c.width
-  layer = tokens * itemsize * (2 * features / tensor + 4 * c.width)
+  layer = experts + tokens * itemsize * (2 * features / tensor + 4 * c.width)
   if c.delta:  # the rule's temporaries, and their gradients
     layer += 2 * tokens * rule_bytes(c.delta) / tensor
   head = c.vocab_size * c.width / (context * tensor) * (itemsize + 4)

@@ -16,7 +16,7 @@ from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.attention.streams import stream_masks
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.delta.layer import DeltaState
-from gtpo_jax.models.experts.routing import route_dtype
+from gtpo_jax.models.experts.routing import RouteShape
 from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.kinds import ATTENTION, DELTA
 from gtpo_jax.models.params import Params, abstract_params, at_path
@@ -134,7 +134,7 @@ def _routes(model: Transformer, ids: list[jax.Array | None]) -> jax.Array | None
   chosen = [x for x in ids if x is not None]
   if not chosen:
     return None
-  return jnp.stack(chosen, axis=-2).astype(route_dtype(model.config.mixture.experts))
+  return jnp.stack(chosen, axis=-2).astype(RouteShape.of(model.config).dtype)
 
 
 class Decoded(NamedTuple):

@@ -76,13 +76,6 @@ def _ranges(packing: Packing, t: int) -> RowRanges:
   return RowRanges(start, length, owner)
 
 
-def _places(begins: jax.Array, t: int) -> jax.Array:
-  """Returns the place of each position in its conversation, i32[n, g, t]; see `Packing.begins`."""
-  begins = begins[..., None, :]
-  positions = jnp.arange(t)
-  return positions - jnp.where(begins <= positions[:, None], begins, 0).max(-1)
-
-
 class Layer(nn.Module):
   """One transformer block: a mixer of positions and an MLP, with norms before or after.
 
@@ -332,20 +325,19 @@ class Transformer(nn.Module):
     last = jnp.broadcast_to(prompts.tokens[:, None, -1:], (n, g, 1))
     inputs = jnp.concatenate([last, completions[:, :, :-1]], axis=2)
     offset = jnp.arange(t)
-    begins = None if packing is None else packing.begins
-    if begins is not None:
-      offset = _places(begins, t)
+    within = None if packing is None else packing.places(t)
+    if within is not None:
+      offset = within
       inputs = jnp.where(offset == 0, last, inputs)
     if routes is not None:
-      is_first = None if begins is None else offset == 0
-      routes = routes_of_inputs(prompts.routes, routes, is_first)
+      routes = routes_of_inputs(prompts.routes, routes, within)
       routes = routes if packing is None else packing.pack(routes)
     prompt_mask = prompts.mask.at[:, -1].set(False)[:, None]
     segment = None
     ranges = None
     if packing is not None:
       inputs = packing.pack(inputs)
-      offset = packing.source % t if begins is None else packing.pack(offset)
+      offset = packing.source % t if within is None else packing.pack(offset)
       segment = packing.segment
       ranges = _ranges(packing, t)
       segments = max_per_row(g, inputs.shape[1]) * packing.conversations

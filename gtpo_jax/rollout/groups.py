@@ -17,7 +17,7 @@ from gtpo_jax.config import Config, recorded_routes
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.environments.turns import Episode, load_episode, save_episode
-from gtpo_jax.models.experts.routing import no_route, route_dtype
+from gtpo_jax.models.experts.routing import no_route
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.buffer import CompletionBuffer
 
@@ -179,7 +179,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
   completion_float = like(jnp.float32, n, g)
   prompts = lambda p: Prompts(like(jnp.int32, n, p), like(jnp.int32, n))
   shape = recorded_routes(config)
-  routes = lambda *x: shape and like(route_dtype(shape.experts), *x, shape.layers, shape.per_token)
+  routes = lambda *leading: shape and shape.like(*leading)
   teacher_prompts = prompts(config.teacher_prompt_tokens) if config.teacher.prompt else None
   c = config.conversations
   rollouts = Rollouts(

@@ -4,37 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gtpo_jax.arrays import Rollouts
-from gtpo_jax.models.config import ModelConfig
-from gtpo_jax.models.experts.routing import no_route, route_dtype
+from gtpo_jax.models.experts.routing import RouteShape, no_route
 from gtpo_jax.sampling.batches import pad_prompts
 from gtpo_jax.sampling.session import Progress, Request
 from gtpo_jax.sampling.stop_strings import StopStrings
-
-
-class RouteShape(NamedTuple):
-  """The recorded choices of a token: of `layers` with experts, `per_token` of `experts` each."""
-
-  layers: int
-  per_token: int
-  experts: int
-
-  @classmethod
-  def of(cls, config: ModelConfig) -> RouteShape | None:
-    """Returns that of a model; None without experts."""
-    if (m := config.mixture) is None:
-      return None
-    return cls(len(config.expert_layers), m.per_token, m.experts)
-
-  def empty(self, *leading: int) -> np.ndarray:
-    """Returns an array [*leading, layers, per_token] of choices that were not recorded."""
-    dtype = route_dtype(self.experts)
-    return np.full((*leading, self.layers, self.per_token), no_route(dtype), dtype)
-
 
 Pair = tuple[int, int]  # the (row, index) of a completion
 Tokens = dict[str, np.ndarray]  # tokens with all that is known of them, by the names of `OF_TOKENS`

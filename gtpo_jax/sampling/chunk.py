@@ -12,7 +12,7 @@ from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV, MASKED
 from gtpo_jax.models.attention.streams import ropes_at
 from gtpo_jax.models.decode import DecodeParams, Prefilled, decode_step, next_logits, prefill
-from gtpo_jax.models.experts.routing import route_dtype
+from gtpo_jax.models.experts.routing import RouteShape
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain
 from gtpo_jax.sampling.cache import Cache, States, gather_rows, set_rows
@@ -271,16 +271,14 @@ def _initial_state(
   s = len(inputs.active)
   k = min(ALTERNATIVES, model.config.vocab_size)
   zeros = lambda dtype, *shape: jnp.zeros((chunk, *shape), dtype)
+  routes = RouteShape.of(model.config)
   out = _Record(
     values=zeros(jnp.int32, 1 + len(NUMBERS), s),
     lengths=jnp.zeros(s, jnp.int32),
     stopped=jnp.zeros(s, bool),
     alternatives=Alternatives(zeros(jnp.int32, s, k), zeros(jnp.float32, s, k)) if by_row else None,
-    routes=None,
+    routes=routes and jnp.zeros_like(routes.like(chunk, s)),
   )
-  if mixture := model.config.mixture:
-    shape = (s, len(model.config.expert_layers), mixture.per_token)
-    out = out._replace(routes=zeros(route_dtype(mixture.experts), *shape))
   return _LoopState(jnp.int32(0), jnp.asarray(inputs.active), slots, kv, out)
 
 

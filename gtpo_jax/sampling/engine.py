@@ -13,6 +13,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.models.decode import DecodeParams
+from gtpo_jax.models.experts.routing import RouteShape
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
@@ -20,7 +21,7 @@ from gtpo_jax.runtime.chips import compute_capability
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
 from gtpo_jax.sampling.batches import pad_prompts
-from gtpo_jax.sampling.buffer import CompletionBuffer, Pair, RouteShape
+from gtpo_jax.sampling.buffer import CompletionBuffer, Pair
 from gtpo_jax.sampling.dense.programs import DensePrograms
 from gtpo_jax.sampling.paged.programs import PagedPrograms
 from gtpo_jax.sampling.programs import KEYS_AT_ONCE, Programs, ProgramSettings

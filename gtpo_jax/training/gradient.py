@@ -104,7 +104,8 @@ def balance_of(model: Transformer, rollouts: Rollouts) -> Balance | None:
     return None
   if rollouts.routes is None:
     raise ValueError("the load-balancing loss needs the recorded choices of experts")
-  inputs = routes_of_inputs(rollouts.prompts.routes, rollouts.routes)
+  within = rollouts.packing and rollouts.packing.places(rollouts.tokens.shape[2])
+  inputs = routes_of_inputs(rollouts.prompts.routes, rollouts.routes, within)
   shares = expert_shares(inputs, rollouts.present, c.mixture.experts)
   return Balance(shares, c.router_balance / jnp.maximum(rollouts.present.sum(), 1))
 

@@ -27,6 +27,7 @@ from meshes import mesh_of
 
 from gtpo_jax.models import PRESETS, Transformer, load, save, save_adapter
 from gtpo_jax.models.attention.rope_scaling import Llama3Scaling
+from gtpo_jax.models.config import LORA_TARGETS
 from gtpo_jax.models.hf.config_json import read_config, to_hf_config
 from gtpo_jax.models.hf.weights import hf_from_params, hf_shapes
 from gtpo_jax.models.kinds import LayerKind
@@ -183,12 +184,14 @@ def test_transformers_reads_what_we_save(case, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT about transformers
+@pytest.mark.filterwarnings("ignore:.*pattern keys did not match")  # for fused experts
 @pytest.mark.parametrize(
   "name",
   [
     *("qwen3", "gemma3", "qwen3_5"),
     *(
-      pytest.param(x, marks=pytest.mark.manual) for x in ("llama-untied", "qwen2_moe", *NEWER[:-2])
+      pytest.param(x, marks=pytest.mark.manual)
+      for x in ("llama-untied", "qwen3_moe", "qwen2_moe", "olmoe", *NEWER[:-2])
     ),
   ],
 )
@@ -198,7 +201,8 @@ def test_adapters_equal_those_of_peft_and_merge(name, tmp_path):
   transformers = pytest.importorskip("transformers")
   folder, _ = hf_folder(**FAMILY_CASES[name])
   plain, params = load(folder, "float32")
-  model = with_lora(plain)
+  targets = ("q", "o", "experts") if name in ("qwen3_moe", "olmoe") else LORA_TARGETS
+  model = with_lora(plain, targets=targets)
   flat = flatten_dict(add_lora(model, params, jax.random.key(1)))
   flat |= {
     path: 0.2 * jax.random.normal(jax.random.key(i), x.shape)

@@ -18,7 +18,7 @@ from gtpo_jax.models.experts.routing import no_route, route
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
-from gtpo_jax.training.gradient import FrozenParams, Minibatch, make_gradient
+from gtpo_jax.training.gradient import FrozenParams, Minibatch, balance_of, make_gradient
 from gtpo_jax.training.log_probs import Reading, head_settings, score_with_routers
 from gtpo_jax.training.packing import plan_rows
 from gtpo_jax.training.state import init_state, make_optimizer
@@ -176,6 +176,19 @@ def test_the_balance_loss_and_micro_batches():
   for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(slope), strict=True):
     np.testing.assert_allclose(g, 0.1 * w, rtol=0, atol=2e-6 + 1e-4 * 0.1 * np.abs(w).max())
   assert np.abs(np.asarray(slope["layers"]["place_0"]["experts"]["router"]["kernel"])).max() > 1e-3
+
+
+def test_the_balance_counts_the_prompt_at_the_start_of_every_conversation():
+  _, _, rollouts = sampled()
+  begins = np.tile(np.asarray([0, 3], np.int32), (4, G, 1))
+  packing = plan_rows(np.asarray(rollouts.lengths), T, begins=begins)
+  present = np.asarray(rollouts.present)
+  assert present[..., 3].any()
+  inputs = np.roll(rollouts.routes, 1, axis=2)
+  inputs[:, :, [0, 3]] = rollouts.prompts.routes[:, None, -1:]
+  counts = [np.bincount(inputs[present][:, i].ravel(), minlength=5) for i in range(2)]
+  got = balance_of(model_of(router_balance=0.1), rollouts.replace(packing=packing)).shares
+  np.testing.assert_allclose(got, counts / np.sum(counts, 1, keepdims=True), rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ Outside this module, the mesh axis `expert` splits the batch. Here it splits the
 its shards gathers the tokens of all of them, computes what its own experts add, and the sums are
 scattered back. With k experts per token this moves no more than an exchange in which each token is
 sent to its experts, as long as there are at most k shards, and no shape depends on the routes.
+Many tokens are computed in parts, whose backward pass computes them again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from gtpo_jax.runtime.mesh import (
   shard_index,
   sum_shards,
 )
+
+# The bytes of the rows of a part: k copies of each of its tokens, from all shards of the experts.
+PART_BYTES = 2**29
 
 
 class Gate(nn.Module):
@@ -163,18 +167,52 @@ class Experts(nn.Module):
       axes: their logical axes.
       is_split: whether the batch is split over devices.
     """
-    c = self.config
     flat = lambda x: x.reshape(-1, x.shape[-1])
-    gather = lambda x: all_gather_axis(x, "expert", 0) if is_split else x
-    x, ids, weights = (gather(flat(x)) for x in (h, ids, weights))
+    x, ids, weights = map(flat, (h, ids, weights))
+    t, d = x.shape
+    shards = self.mesh.shape["expert"] if is_split else 1
+    parts = -(-t * ids.shape[1] * d * x.dtype.itemsize * shards // PART_BYTES)
     matrices = tuple(self._gathered(m, a, h.dtype) for m, a in zip(matrices, axes, strict=True))
+    if parts == 1:
+      return self._part(x, ids, weights, matrices, is_split).reshape(h.shape)
+    matrices = tuple(map(self._in_float32, matrices))
+    size = -(-t // parts)
+
+    def split(x: jax.Array, padding: int = 0) -> jax.Array:
+      padded = jnp.pad(x, ((0, parts * size - t), (0, 0)), constant_values=padding)
+      return padded.reshape(parts, size, -1)
+
+    compute = jax.checkpoint(lambda part: self._part(*part, matrices, is_split), prevent_cse=False)
+    out = jax.lax.map(compute, (split(x), split(ids, -1), split(weights)))
+    return out.reshape(-1, d)[:t].reshape(h.shape)
+
+  def _part(
+    self,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    matrices: tuple[Matrix, ...],
+    is_split: bool,
+  ) -> jax.Array:
+    """Returns the output [t, d] for some tokens of `_local`; ids of -1 are no experts."""
+    c = self.config
+    gather = lambda x: all_gather_axis(x, "expert", 0) if is_split else x
+    x, ids, weights = map(gather, (x, ids, weights))
     here = len(matrices[0].kernel)
-    rows = plan_rows(ids - shard_index("expert") * here, here, self._platform)
+    ids = jnp.where(ids < 0, -1, ids - shard_index("expert") * here)
+    rows = plan_rows(ids, here, self._platform, c.mixture.experts // here)
     scale = c.lora.scale if c.lora.rank else 0.0
     precision = c.matmul_precision
     out = experts_output(x, weights, rows, matrices, self.activation, precision, scale)
     out = reduce_scatter_axis(out, "expert", 0) if is_split else sum_shards(out, "expert")
-    return sum_shards(out, "tensor").reshape(h.shape)
+    return sum_shards(out, "tensor")
+
+  def _in_float32(self, matrix: Matrix) -> Matrix:
+    """Returns a matrix with what is trained in float32, in which gradients of parts are summed."""
+    exact = lambda x: None if x is None else x.astype(jnp.float32)
+    if self.config.lora.rank:
+      return matrix._replace(lora_a=exact(matrix.lora_a), lora_b=exact(matrix.lora_b))
+    return matrix if matrix.scale is not None else matrix._replace(kernel=exact(matrix.kernel))
 
   def _gathered(self, matrix: Matrix, axes: Matrix, dtype: Any) -> Matrix:
     """Returns a device's matrices with all features of the residual stream, as `dtype`."""

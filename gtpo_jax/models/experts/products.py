@@ -8,11 +8,15 @@ There are two forms.
   work, in jax 0.10.2 compiled for an H100 too), and everywhere for few tokens: the rows of an
   expert are padded to whole blocks, and each block is multiplied with a copy of its matrix. With
   few tokens a block is one row, and only the matrices of the chosen experts are read.
+
+No shape depends on the routes: there are as many rows as if all chosen experts were on this device.
+Loops over blocks end after the last one that has rows.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,9 +26,66 @@ from gtpo_jax.models.attention.own_rows import move
 from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.layers import Matrix
 
-# There are about so many blocks for each expert: more would copy the matrices more often, and
-# fewer would have more padding.
+# About so many blocks of an expert have rows: more would copy the matrices more often, and fewer
+# would have more padding.
 BLOCKS_PER_EXPERT = 4
+# So many blocks are multiplied at a time, each with a copy of its matrix.
+BLOCKS_AT_A_TIME = 64
+
+
+class Blocks(NamedTuple):
+  """Blocks of rows, each of one expert. Those without rows come last.
+
+  Attributes:
+    experts: i32[blocks], the expert of each.
+    used: i32[], how many have rows.
+    rows: i32[blocks, size], the row at each place, -1 for none; None if the rows lie in blocks.
+  """
+
+  experts: jax.Array
+  used: jax.Array
+  rows: jax.Array | None = None
+
+  def take(self, x: jax.Array, i: jax.Array) -> jax.Array:
+    """Returns the rows [blocks, size, a] of the `i`-th part of the blocks, from rows x [r, a]."""
+    if self.rows is None:
+      return self._part(x.reshape(len(self.experts), -1, x.shape[1]), i)
+    rows = self._part(self.rows, i)
+    return jnp.where((rows < 0)[..., None], jnp.zeros((), x.dtype), x[jnp.maximum(rows, 0)])
+
+  def multiply(self, axes: str, x: jax.Array, matrix: Matrix, c: int, precision: str) -> jax.Array:
+    """Returns products [r, c], `axes`, of rows x that lie in blocks with copies of matrices."""
+    blocks = len(self.experts)
+
+    def add(i: jax.Array, out: jax.Array) -> jax.Array:
+      experts = self._part(self.experts, i)
+      copies = jax.tree.map(lambda w: w[experts], matrix).dense(x.dtype)
+      products = einsum(axes, self.take(x, i), copies, precision, x.dtype)
+      return jax.lax.dynamic_update_slice_in_dim(out, products, i * self._step, 0)
+
+    empty = jnp.zeros((blocks, len(x) // blocks, c), x.dtype)
+    return self._loop(add, empty).reshape(-1, c)
+
+  def outer(self, x: jax.Array, y: jax.Array, experts: int, precision: str) -> jax.Array:
+    """Returns f32[experts, a, c], the sums over rows of x [r, a] times y [r, c]."""
+
+    def add(i: jax.Array, sums: jax.Array) -> jax.Array:
+      products = einsum("nba,nbc->nac", self.take(x, i), self.take(y, i), precision)
+      return sums.at[self._part(self.experts, i)].add(products, indices_are_sorted=True)
+
+    return self._loop(add, jnp.zeros((experts, x.shape[1], y.shape[1]), jnp.float32))
+
+  @property
+  def _step(self) -> int:
+    return len(self.experts) // _parts(len(self.experts))
+
+  def _part(self, x: jax.Array, i: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, i * self._step, self._step)
+
+  def _loop(self, add: Callable[[jax.Array, jax.Array], jax.Array], first: jax.Array) -> jax.Array:
+    if len(self.experts) == self._step:
+      return add(jnp.zeros((), jnp.int32), first)
+    return jax.lax.fori_loop(0, -(-self.used // self._step), add, first)
 
 
 class Rows(NamedTuple):
@@ -33,14 +94,14 @@ class Rows(NamedTuple):
   Attributes:
     to_rows: i32[1, r], the choice in [t k] that a row computes; -1 for padding.
     from_rows: i32[1, t k], the row that computes a choice; -1 if its expert is not here.
+    blocks: the rows in blocks.
     sizes: i32[experts], the rows of each expert, for the grouped form; else None.
-    block_experts: i32[blocks], the expert of each block of rows, for the other form; else None.
   """
 
   to_rows: jax.Array
   from_rows: jax.Array
+  blocks: Blocks
   sizes: jax.Array | None = None
-  block_experts: jax.Array | None = None
 
   def gather(self, x: jax.Array) -> jax.Array:
     """Returns the rows [r, d] of tokens x [t, d]."""
@@ -52,123 +113,98 @@ class Rows(NamedTuple):
     """Returns the results [t, k, d] of rows [r, d]; 0 for experts that are not here."""
     return move(rows[None], self.from_rows, self.to_rows).reshape(t, -1, rows.shape[1])
 
-  def multiply(self, x: jax.Array, matrix: Matrix, precision: str) -> jax.Array:
-    """Returns the products [r, c] of rows x [r, a] with matrices [experts, a, c] of their experts.
-
-    Adapters are not included.
-    """
-    if self.sizes is not None:
-      return _grouped(x, matrix.dense(x.dtype), self.sizes, precision)
-    copies = jax.tree.map(lambda w: w[self.block_experts], matrix).dense(x.dtype)
-    blocks = x.reshape(len(copies), -1, x.shape[1])
-    products = einsum("nba,nac->nbc", blocks, copies, precision, x.dtype)
-    return products.reshape(len(x), -1)
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped(x: jax.Array, kernels: jax.Array, sizes: jax.Array, precision: str) -> jax.Array:
-  """Returns the products [r, c] of ranges of rows [r, a] with kernels [experts, a, c].
+def multiply(x: jax.Array, matrix: Matrix, rows: Rows, precision: str) -> jax.Array:
+  """Returns the products [r, c] of rows x [r, a] with matrices [experts, a, c] of their experts.
 
-  The gradient of JAX for the kernels multiplies all rows for each expert (jax 0.10.2, also on
-  TPUs). Here the rows of an expert are padded to blocks, and the products of its blocks are added.
+  Adapters are not included. Quantised matrices have no gradient. The gradient of `ragged_dot` in
+  JAX for the matrices multiplies all rows for each expert (jax 0.10.2, also on TPUs); here it is
+  computed in blocks.
   """
-  return jax.lax.ragged_dot(x, kernels, sizes, precision=precision)
+  if rows.sizes is None:
+    return rows.blocks.multiply("nba,nac->nbc", x, matrix, matrix.kernel.shape[2], precision)
+  return jax.lax.ragged_dot(x, matrix.dense(x.dtype), rows.sizes, precision=precision)
 
 
-def _grouped_forward(
-  x: jax.Array, kernels: jax.Array, sizes: jax.Array, precision: str
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  return _grouped(x, kernels, sizes, precision), (x, kernels, sizes)
+def _forward(
+  x: jax.Array, matrix: Matrix, rows: Rows, precision: str
+) -> tuple[jax.Array, tuple[jax.Array, Matrix, Rows]]:
+  return multiply(x, matrix, rows, precision), (x, matrix, rows)
 
 
-def _grouped_backward(
-  precision: str, saved: tuple[jax.Array, ...], d_out: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-  x, kernels, sizes = saved
-  d_x = jax.lax.ragged_dot(d_out, jnp.swapaxes(kernels, 1, 2), sizes, precision=precision)
-  experts = len(kernels)
-  block = 1 << (len(x) // experts).bit_length() - 1
-  padding = _Padding.of(sizes, len(x), block)
-  place = padding.places - padding.shift[padding.block_experts][:, None]
-  end = jnp.cumsum(sizes)[padding.block_experts][:, None]
-  rows = lambda y: jnp.where((place < end)[..., None], y[jnp.minimum(place, len(x) - 1)], 0)
-  products = einsum("nba,nbc->nac", rows(x), rows(d_out), precision)
-  d_kernels = jax.ops.segment_sum(products, padding.block_experts, experts, True)
-  return d_x, d_kernels.astype(kernels.dtype), None
+def _backward(
+  precision: str, saved: tuple[jax.Array, Matrix, Rows], d_out: jax.Array
+) -> tuple[jax.Array, Matrix | None, None]:
+  x, matrix, rows = saved
+  if rows.sizes is None:
+    d_x = rows.blocks.multiply("nbc,nac->nba", d_out, matrix, x.shape[1], precision)
+  else:
+    transposed = jnp.swapaxes(matrix.dense(x.dtype), 1, 2)
+    d_x = jax.lax.ragged_dot(d_out, transposed, rows.sizes, precision=precision)
+  kernel = matrix.kernel
+  if matrix.scale is not None:
+    return d_x, None, None
+  d_kernel = rows.blocks.outer(x, d_out, len(kernel), precision)
+  return d_x, Matrix(d_kernel.astype(kernel.dtype)), None
 
 
-_grouped.defvjp(_grouped_forward, _grouped_backward)
+multiply.defvjp(_forward, _backward)
 
 
-class _Padding(NamedTuple):
-  """Where sorted rows are after the rows of each expert are padded to whole blocks.
-
-  Attributes:
-    shift: i32[experts], by how much the rows of an expert move.
-    places: i32[blocks, block], the places of each block.
-    block_experts: i32[blocks].
-  """
-
-  shift: jax.Array
-  places: jax.Array
-  block_experts: jax.Array
-
-  @classmethod
-  def of(cls, sizes: jax.Array, count: int, block: int) -> _Padding:
-    """Returns that of up to `count` rows, `sizes` i32[experts] of each expert."""
-    experts = len(sizes)
-    blocks = (count + experts * (block - 1)) // block
-    padded = -(-sizes // block) * block
-    ends = jnp.cumsum(padded)
-    places = jnp.arange(blocks * block).reshape(blocks, block)
-    of_block = jnp.searchsorted(ends, places[:, 0], side="right", method="compare_all")
-    shift = (ends - padded) - (jnp.cumsum(sizes) - sizes)
-    return cls(shift, places, jnp.minimum(of_block, experts - 1).astype(jnp.int32))
-
-
-def plan_rows(ids: jax.Array, experts: int, platform: str) -> Rows:
+def plan_rows(ids: jax.Array, experts: int, platform: str, shards: int = 1) -> Rows:
   """Returns how choices are computed by the experts of this device.
 
   Args:
     ids: i32[t, k], the chosen experts; those from 0 to `experts` - 1 are here.
     experts: the number of experts of this device.
     platform: "cpu", "gpu" or "tpu".
+    shards: the number of devices that share the experts.
   """
   count = ids.size
   flat = ids.reshape(-1)
   is_here = (flat >= 0) & (flat < experts)
   if count <= experts:
-    number = jnp.arange(count)
-    index = jnp.where(is_here, number, -1)[None]
-    return Rows(index, index, block_experts=jnp.where(is_here, flat, 0))
-  key = jnp.where(is_here, flat, experts)
-  order = jnp.argsort(key)
+    number = jnp.arange(_whole_parts(count))
+    chosen = jnp.where(is_here, flat, 0)
+    is_row = jnp.pad(is_here, (0, len(number) - count))
+    blocks = Blocks(jnp.pad(chosen, (0, len(number) - count)), jnp.asarray(count))
+    return Rows(
+      jnp.where(is_row, number, -1)[None], jnp.where(is_here, number[:count], -1)[None], blocks
+    )
+  order = jnp.argsort(jnp.where(is_here, flat, experts))
   sizes = jnp.zeros(experts, jnp.int32).at[flat].add(is_here.astype(jnp.int32), mode="drop")
-  if platform != "tpu":
-    return _blocks(flat, order, is_here, sizes, _block_size(count, experts))
-  inverse = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count))
-  used = jnp.arange(count) < sizes.sum()
-  return Rows(jnp.where(used, order, -1)[None], jnp.where(is_here, inverse, -1)[None], sizes)
-
-
-def _block_size(count: int, experts: int) -> int:
-  """Returns the rows of a block, a power of two."""
-  return 1 << max(count // (BLOCKS_PER_EXPERT * experts), 1).bit_length() - 1
-
-
-def _blocks(
-  flat: jax.Array, order: jax.Array, is_here: jax.Array, sizes: jax.Array, block: int
-) -> Rows:
-  """Pads the rows of each expert to whole blocks; `order` sorts the choices by expert."""
-  count = flat.size
-  padding = _Padding.of(sizes, count, block)
-  place = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count))
-  row = place + padding.shift[jnp.clip(flat, 0, len(sizes) - 1)]
-  from_rows = jnp.where(is_here, row, -1)
-  beyond = padding.places.size
+  row = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count))
+  # The rows of each expert are padded to whole blocks.
+  block = 1 << max(count // (BLOCKS_PER_EXPERT * experts * shards), 1).bit_length() - 1
+  needed = -(-sizes // block)
+  ends = jnp.cumsum(needed)
+  number = jnp.arange(_whole_parts((count + experts * (block - 1)) // block))
+  of_block = jnp.searchsorted(ends, number, side="right", method="compare_all")
+  of_block = jnp.minimum(of_block, experts - 1).astype(jnp.int32)
+  shift = (ends - needed) * block - (jnp.cumsum(sizes) - sizes)
+  if platform == "tpu":
+    place = number[:, None] * block + jnp.arange(block) - shift[of_block][:, None]
+    is_row = place < jnp.cumsum(sizes)[of_block][:, None]
+    blocks = Blocks(of_block, ends[-1], jnp.where(is_row, place, -1))
+    to_rows = jnp.where(jnp.arange(count) < sizes.sum(), order, -1)
+    return Rows(to_rows[None], jnp.where(is_here, row, -1)[None], blocks, sizes)
+  row += shift[jnp.clip(flat, 0, experts - 1)]
+  beyond = len(number) * block
   to_rows = jnp.full(beyond, -1, jnp.int32)
   to_rows = to_rows.at[jnp.where(is_here, row, beyond)].set(jnp.arange(count), mode="drop")
-  return Rows(to_rows[None], from_rows[None], block_experts=padding.block_experts)
+  from_rows = jnp.where(is_here, row, -1)
+  return Rows(to_rows[None], from_rows[None], Blocks(of_block, ends[-1]))
+
+
+def _parts(blocks: int) -> int:
+  """Returns in how many parts so many blocks are multiplied."""
+  return -(-blocks // BLOCKS_AT_A_TIME)
+
+
+def _whole_parts(blocks: int) -> int:
+  """Returns the next number of blocks that divides into its parts."""
+  return _parts(blocks) * -(-blocks // _parts(blocks))
 
 
 def experts_output(
@@ -176,7 +212,7 @@ def experts_output(
   weights: jax.Array,
   rows: Rows,
   matrices: tuple[Matrix, Matrix, Matrix],
-  activation: functools.partial,
+  activation: Callable[[jax.Array], jax.Array],
   precision: str,
   lora_scale: float,
 ) -> jax.Array:
@@ -193,11 +229,11 @@ def experts_output(
   """
 
   def product(rows_in: jax.Array, matrix: Matrix) -> jax.Array:
-    out = rows.multiply(rows_in, Matrix(matrix.kernel, matrix.scale), precision)
+    out = multiply(rows_in, Matrix(matrix.kernel, matrix.scale), rows, precision)
     if matrix.lora_a is None:
       return out
-    low_rank = rows.multiply(rows_in, Matrix(matrix.lora_a), precision)
-    return out + rows.multiply(low_rank, Matrix(matrix.lora_b), precision) * lora_scale
+    low_rank = multiply(rows_in, Matrix(matrix.lora_a), rows, precision)
+    return out + multiply(low_rank, Matrix(matrix.lora_b), rows, precision) * lora_scale
 
   gate, up, down = matrices
   rows_in = rows.gather(x)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.kinds import Mixture
 
 
@@ -50,7 +51,7 @@ class RecordedRoutes:
   """The recorded choices for the streams of a forward pass.
 
   Attributes:
-    ids: for each stream, [n, g, s, layers with experts, k] in `route_dtype`; within a layer,
+    ids: for each stream, [n, g, s, layers with experts, k] as in `RouteShape`; within a layer,
       [n, g, s, k]. None for a stream without any.
     shares: f32[layers with experts, experts], the share of the batch's choices that each expert
       got, for the load-balancing loss; within a layer, f32[experts]. None without that loss.
@@ -67,25 +68,49 @@ class RecordedRoutes:
 
 
 def routes_of_inputs(
-  prompt: jax.Array, routes: jax.Array, is_first: jax.Array | None = None
+  prompt: jax.Array, routes: jax.Array, places: jax.Array | None = None
 ) -> jax.Array:
   """Returns the recorded choices for the inputs of completions, [n, g, t, layers, k].
 
   Args:
     prompt: [n, p, layers, k], those of the prompts, whose last token is the first input.
     routes: [n, g, t, layers, k], those of the completions' tokens.
-    is_first: bool[n, g, t], the first inputs of conversations; None if each completion is one.
+    places: i32[n, g, t], from `Packing.places`.
   """
   first = jnp.broadcast_to(prompt[:, None, -1:], routes[:, :, :1].shape)
   inputs = jnp.concatenate([first, routes[:, :, :-1]], axis=2)
-  if is_first is None:
+  if places is None:
     return inputs
-  return jnp.where(is_first[..., None, None], first, inputs)
+  return jnp.where((places == 0)[..., None, None], first, inputs)
 
 
-def route_dtype(experts: int) -> np.dtype:
-  """Returns the format of recorded choices; its largest value stands for none."""
-  return np.dtype(np.uint8 if experts < 2**8 else np.uint16)
+class RouteShape(NamedTuple):
+  """The recorded choices of a token: of `layers` with experts, `per_token` of `experts` each."""
+
+  layers: int
+  per_token: int
+  experts: int
+
+  @classmethod
+  def of(cls, config: ModelConfig) -> RouteShape | None:
+    """Returns that of a model; None without experts."""
+    if (m := config.mixture) is None:
+      return None
+    return cls(len(config.expert_layers), m.per_token, m.experts)
+
+  @property
+  def dtype(self) -> np.dtype:
+    """The format of the choices; its largest value stands for none."""
+    return np.dtype(np.uint8 if self.experts < 2**8 else np.uint16)
+
+  def like(self, *leading: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of the choices of tokens [*leading]."""
+    return jax.ShapeDtypeStruct((*leading, self.layers, self.per_token), self.dtype)
+
+  def empty(self, *leading: int) -> np.ndarray:
+    """Returns choices of tokens [*leading] of which none was recorded."""
+    like = self.like(*leading)
+    return np.full(like.shape, no_route(like.dtype), like.dtype)
 
 
 def no_route(dtype: np.dtype) -> int:

@@ -149,18 +149,18 @@ def save_adapter(
     source: the folder of that model; None if it is a text model.
 
   Raises:
-    UserError: the model has no adapters, or adapters of experts, or the folder is not empty or
-      cannot be written.
+    UserError: the model has no adapters, or adapters of experts beside other MLPs, or the folder is
+      not empty or cannot be written.
   """
   lora = model.config.lora
   if not lora.rank:
     raise UserError(
       "this model has no adapters (model.lora_rank = 0); export the full model instead"
     )
-  if EXPERTS in lora.targets:
+  if EXPERTS in lora.targets and model.config.mlps != (model.config.mixture.mlp,):
     raise UserError(
-      "PEFT cannot load adapters of experts, which Transformers stores as one parameter (and "
-      "model.lora_targets names experts); export the full model instead"
+      "PEFT takes adapters of experts (model.lora_targets names them) for those of the model's "
+      "dense MLPs and shared experts, whose matrices have the same names; export the full model"
     )
   with atomic_folder(storage_path(folder)) as out:
     tensors = hf_from_adapters(model, params)
