@@ -38,20 +38,21 @@ def _split(path):
   return is_api, "datasets/" * dataset + "/".join(parts[:2]), parts[2:]
 
 
-def _handler(stored):
+def _handler(stored, cut):
   class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_):
       pass
 
-    def reply(self, status, body, **headers):
+    def reply(self, status, body, half=False, **headers):
       self.send_response(status)
       for name, value in {**headers, "Content-Length": len(body)}.items():
         self.send_header(name.replace("_", "-"), str(value))
       self.end_headers()
       if self.command != "HEAD":
-        self.wfile.write(body)
+        self.wfile.write(body[: len(body) // 2] if half else body)
+      self.close_connection = half
 
     def reply_json(self, value, status=200):
       self.reply(status, json.dumps(value).encode(), Content_Type="application/json")
@@ -105,8 +106,12 @@ def _handler(stored):
         return
       headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X_Repo_Commit": COMMIT}
       wanted = self.headers.get("Range")
+      path = urlsplit(self.path).path.rpartition("/")[2]
+      if path in cut and self.command == "GET":
+        cut[path].append(wanted)
       if wanted is None:
-        self.reply(200, content, **headers)
+        half = path in cut and self.command == "GET"
+        self.reply(200, content, half, **headers)
         return
       first, last = wanted.removeprefix("bytes=").split("-")
       part = content[int(first) : int(last) + 1 if last else None]
@@ -118,12 +123,14 @@ def _handler(stored):
 
 
 @contextlib.contextmanager
-def hub(stored):
+def hub(stored, cut=None):
   """Serves {"owner/name" or "datasets/owner/name": {path: content}}; yields its address.
 
-  Programs use it with the variables `HF_ENDPOINT`, and `HF_TOKEN` to push.
+  Programs use it with the variables `HF_ENDPOINT`, and `HF_TOKEN` to push. Files named in `cut`,
+  {name: []}, end in the middle if they are asked for from the start; the ranges that were asked for
+  are appended to their lists.
   """
-  server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(stored))
+  server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(stored, cut or {}))
   threading.Thread(target=server.serve_forever, daemon=True).start()
   try:
     yield f"http://127.0.0.1:{server.server_port}"

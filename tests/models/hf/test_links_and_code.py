@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hf_folders import edit_json, hf_folder
 from hostile import INDEX, contents, first_shard, move_out, rejection, weights
+from hub import hub
 
 from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
 from gtpo_jax.models import load
@@ -293,6 +295,37 @@ def test_a_hub_id_is_read_from_the_cache_or_rejected_in_one_line(tmp_path):
   assert len(lines) == 3 and lines[1:] == ["quick", "loaded 32"] and done.stderr == "", done
   assert lines[0].startswith("rejected: 'gtpo/nowhere' is neither a local folder nor cached")
   assert contents(tmp_path / "hub" / "models--gtpo--tiny") == before
+
+
+DOWNLOAD = """
+import sys
+from gtpo_jax.models.hf.folder import find
+print(find(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_download_that_is_cut_off_is_resumed(tmp_path):
+  """The hub's library asks for what follows the last complete piece of 10 MiB."""
+  weights = np.random.default_rng(0).bytes(24 * 2**20)
+  files = {"config.json": b"{}", "model.safetensors": weights}
+  cut = {"model.safetensors": []}
+  with hub({"us/small": files}, cut) as address:
+    variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    environment = {**os.environ, **variables}
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run(
+      [sys.executable, "-c", DOWNLOAD, "us/small"],
+      cwd=ROOT,
+      env=environment,
+      capture_output=True,
+      text=True,
+      timeout=120,
+    )
+  assert done.returncode == 0, done.stderr
+  assert cut["model.safetensors"] == [None, f"bytes={10 * 2**20}-"]
+  folder = Path(done.stdout.splitlines()[-1])
+  assert {name: (folder / name).read_bytes() for name in files} == files
 
 
 def test_the_source_has_no_call_that_runs_code():
