@@ -33,6 +33,7 @@ def build(
   engine_config=ENGINE_CONFIG,
   stop_strings=None,
   demand=DEFAULT_DEMAND,
+  logit_scale=LOGIT_SCALE,
 ):
   """Returns random weights, an engine, and the weights in sampling layout.
 
@@ -42,7 +43,7 @@ def build(
   model = Transformer(config, mesh or single_device_mesh())
   params = init_params(Transformer(config, single_device_mesh()), jax.random.key(0))
   params = jax.tree.map(
-    lambda x, like: jax.device_put(x * LOGIT_SCALE, like.sharding), params, abstract_params(model)
+    lambda x, like: jax.device_put(x * logit_scale, like.sharding), params, abstract_params(model)
   )
   engine = Engine(
     model,

@@ -43,8 +43,13 @@ SIZES = {"layers": 5, "head_dim": 16, "biases": ()}
 NO_ANGLES = dataclasses.replace(
   CONFIG, model_type="smollm3", kinds=(LayerKind(), LayerKind(rotates=False)), **SIZES
 )
+NORMS_AFTER = dataclasses.replace(CONFIG, model_type="olmo2", **SIZES)
+NORMS_AFTER_AND_WINDOWS = dataclasses.replace(
+  CONFIG, model_type="olmo3", kinds=(LayerKind(17, rope_theta=100.0), LayerKind()), **SIZES
+)
 CONFIGS = {"windows": KINDS, "delta": DELTA_NETS}
-MORE = {"smollm3": NO_ANGLES}
+# Each feature of these is in another one, or in a test of its own.
+MORE = {"smollm3": NO_ANGLES, "olmo2": NORMS_AFTER, "olmo3": NORMS_AFTER_AND_WINDOWS}
 EVERY = [*CONFIGS, *(pytest.param(name, marks=pytest.mark.manual) for name in MORE)]
 TOKENS = 40
 GROUP = 6
@@ -56,6 +61,8 @@ PAGED = {
 
 
 def make(name, *args, **settings):
+  if name.startswith("olmo"):  # norms of queries and keys would make attention sharp
+    settings["logit_scale"] = 2
   return build(*args, config=(CONFIGS | MORE)[name], max_tokens=TOKENS, **settings)
 
 
