@@ -40,9 +40,12 @@ def verdict(group: RunGroup) -> str:
   return f"Held-out accuracy {change} in {at}{seeds}{certainty}."
 
 
-def _evaluated_on(group: RunGroup) -> str | None:
+def _base(group: RunGroup) -> list[Any]:
+  """Returns what two groups must share to be compared."""
   config = group.runs[0].config
-  return config.get("data.eval") or config.get("data.train")
+  evaluated = config.get("data.eval")
+  # Without other problems, a part of those to train on is held out.
+  return [*map(config.get, COMPARABLE), evaluated, None if evaluated else config.get("data.train")]
 
 
 def against(first: RunGroup, group: RunGroup) -> str:
@@ -53,12 +56,8 @@ def against(first: RunGroup, group: RunGroup) -> str:
   """
   pairs = [(a, b) for a in first.runs for b in group.runs if a.config["seed"] == b.config["seed"]]
   a, b = (RunGroup("", runs) for runs in zip(*pairs, strict=True)) if pairs else (first, group)
-  one, other = (
-    [group.runs[0].config.get(name) for name in COMPARABLE] + [_evaluated_on(group)]
-    for group in (a, b)
-  )
   key = next((key for key in a.eval_keys if "/mean@" in key and key in b.eval_keys), None)
-  if not (pairs and one == other and key):
+  if not (pairs and _base(a) == _base(b) and key):
     return ""
   (steps, values, _), (other_steps, others, _) = a.evaluated(key), b.evaluated(key)
   common = [step for step in steps.tolist() if step and step in other_steps]

@@ -588,7 +588,7 @@ def test_observed_events_are_in_order():
 
 
 def test_failures_of_a_policy_truth(capsys):
-  """Each is one line and the traceback of the user's code; the run goes on without the truth."""
+  """Each is one line and the traceback of the user's code; the run continues without the truth."""
   episode = Episode((Turn("1"), Turn("2")), Stop.ENV_DONE, 0.0, (0.0, 0.0), None, True, 2, 0.0, {})
 
   class Knows(Guess):

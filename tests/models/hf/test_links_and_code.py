@@ -272,18 +272,12 @@ print("loaded", model.config.width)
 """
 
 
-def test_a_hub_id_is_read_from_the_cache_or_rejected_in_one_line(tmp_path):
-  hub_cache(tmp_path / "hub", hf_folder()[0])
-  before = contents(tmp_path / "hub" / "models--gtpo--tiny")
-  environment = {
-    **os.environ,
-    "HF_HUB_OFFLINE": "1",
-    "HF_HOME": str(tmp_path),
-    "JAX_NUM_CPU_DEVICES": "1",
-  }
+def run_with_hub(program, **variables):
+  """Runs a program that succeeds, with these variables of the hub's library."""
+  environment = {**os.environ, **variables}
   environment.pop("HF_HUB_CACHE", None)
   done = subprocess.run(
-    [sys.executable, "-c", HUB],
+    [sys.executable, "-c", program],
     cwd=ROOT,
     env=environment,
     capture_output=True,
@@ -291,6 +285,13 @@ def test_a_hub_id_is_read_from_the_cache_or_rejected_in_one_line(tmp_path):
     timeout=120,
   )
   assert done.returncode == 0, done.stderr
+  return done
+
+
+def test_a_hub_id_is_read_from_the_cache_or_rejected_in_one_line(tmp_path):
+  hub_cache(tmp_path / "hub", hf_folder()[0])
+  before = contents(tmp_path / "hub" / "models--gtpo--tiny")
+  done = run_with_hub(HUB, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path), JAX_NUM_CPU_DEVICES="1")
   lines = done.stdout.splitlines()
   assert len(lines) == 3 and lines[1:] == ["quick", "loaded 32"] and done.stderr == "", done
   assert lines[0].startswith("rejected: 'gtpo/nowhere' is neither a local folder nor cached")
@@ -298,9 +299,8 @@ def test_a_hub_id_is_read_from_the_cache_or_rejected_in_one_line(tmp_path):
 
 
 DOWNLOAD = """
-import sys
 from gtpo_jax.models.hf.folder import find
-print(find(sys.argv[1]))
+print(find("us/small"))
 """
 
 
@@ -311,18 +311,7 @@ def test_a_download_that_is_cut_off_is_resumed(tmp_path):
   files = {"config.json": b"{}", "model.safetensors": weights}
   cut = {"model.safetensors": []}
   with hub({"us/small": files}, cut) as address:
-    variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    environment = {**os.environ, **variables}
-    environment.pop("HF_HUB_CACHE", None)
-    done = subprocess.run(
-      [sys.executable, "-c", DOWNLOAD, "us/small"],
-      cwd=ROOT,
-      env=environment,
-      capture_output=True,
-      text=True,
-      timeout=120,
-    )
-  assert done.returncode == 0, done.stderr
+    done = run_with_hub(DOWNLOAD, HF_ENDPOINT=address, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
   assert cut["model.safetensors"] == [None, f"bytes={10 * 2**20}-"]
   folder = Path(done.stdout.splitlines()[-1])
   assert {name: (folder / name).read_bytes() for name in files} == files
