@@ -89,7 +89,7 @@ def run_blocks(page, namespace, change=lambda block: block):
 @pytest.mark.parametrize(
   ("name", "count"),
   [
-    pytest.param("algorithms", 3, marks=pytest.mark.slow),
+    pytest.param("algorithms", 1, marks=pytest.mark.slow),
     ("data", 1),
     ("episodes", 4),
     ("rewards", 3),

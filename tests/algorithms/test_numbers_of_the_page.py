@@ -65,6 +65,19 @@ def test_on_the_first_update_no_clip_acts():
   assert {objective for objective, share in acts.items() if share == 0} == {"cispo", "sapo"}
 
 
+def test_shares_sum_to_the_size_of_their_comparison_set():
+  """Correct completions of 4, 2 and 1 tokens and an incorrect one of 4, all with H = 1."""
+  right = np.array([True, True, True, False])
+  alive = np.arange(4) < np.array([4, 2, 1, 4])[:, None]  # bool[g, t]
+  plus = alive & right[:, None]
+  H = np.ones((4, 4), np.float32)
+  shares = relative_entropy(jnp.asarray(H)[None], jnp.asarray(plus)[None], (1,))
+  assert float(shares.sum()) == 7 == plus.sum()
+  per_entropy = np.where(plus, H / np.where(plus, H, 0).sum(0), 0)
+  assert np.isclose((right.sum() * per_entropy).sum(), 12)  # d_t counts those that have ended
+  assert np.isclose((alive.sum(0) * per_entropy).sum(), 11)  # d_t counts incorrect ones
+
+
 def test_zeros_of_the_other_side_stay_in():
   batch = batch_of([5, 10], lengths=np.random.default_rng(1).integers(8, 33, (2, 16)))
   plus = batch["mask"] & batch["correct"][..., None]
