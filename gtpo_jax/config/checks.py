@@ -1,6 +1,7 @@
 """Checks of a configuration across the fields of its sections. They read no file and no network.
 
-Each raises UserError for the first values that are incompatible.
+Each raises UserError for the first values that are incompatible. Only if data.train lacks
+demonstrations is it asked whether its files exist, because a missing one is the likelier mistake.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from gtpo_jax.config.sections import (
   SamplingSection,
   TeacherSection,
 )
+from gtpo_jax.data.readers import check_exists
 from gtpo_jax.data.sources import is_source
 from gtpo_jax.data.tasks import FILLER, TASKS, Forks
 from gtpo_jax.models.presets import PRESETS, TINY_MOE
@@ -82,6 +84,8 @@ def check_warm_start(warm_start: WarmStartSection, data: DataSection) -> None:
       f"got {warm_start.data!r}"
     )
   if warm_start.steps and not warm_start.data and data.train_task is None:
+    for name, _ in data.sources:
+      check_exists(name)
     raise UserError(
       f"warm_start.steps = {warm_start.steps} needs demonstrations of data.train = "
       f"{data.train!r}: set warm_start.data to a file with the columns prompt and "

@@ -34,6 +34,7 @@ GYM = "rg:"
 GYM_PARTS = ([""], ["train"], ["held_out"])
 GYM_HELD_OUT = 8  # one problem in so many is held out
 RECORDS = "records:"  # prefix of the names of rows that a Python program passed
+PREFIXES = (HUGGING_FACE, TFDS, GYM, RECORDS)  # of names that are no path
 DEFAULT_SPLIT = "train"
 GYM_SIZE = 500  # problems, by default
 PARQUET_BATCH = 4096  # rows
@@ -65,8 +66,7 @@ class ClassIndex(int):
 
 def is_source(name: str) -> bool:
   """Returns whether `name` is a file, a folder or a dataset rather than a synthetic task."""
-  prefixes = (HUGGING_FACE, TFDS, GYM, RECORDS)
-  return name.startswith(prefixes) or name.endswith((*EXTENSIONS, *OTHER_FILES)) or "/" in name
+  return name.startswith(PREFIXES) or name.endswith((*EXTENSIONS, *OTHER_FILES)) or "/" in name
 
 
 def read_rows(name: str) -> Iterator[LocatedRow]:
@@ -97,7 +97,13 @@ def _other_form(name: str, reader: str, form: str) -> UserError:
   )
 
 
-def _files(name: str) -> list[epath.Path]:
+def check_exists(name: str) -> None:
+  """Raises UserError if `name` is the path of a file or folder that does not exist."""
+  if is_source(name) and not name.startswith(PREFIXES):
+    _existing(name)
+
+
+def _existing(name: str) -> epath.Path:
   path = storage_path(name)
   with storage_errors(f"{name!r} cannot be read", UserError):
     exists = path.exists()
@@ -106,6 +112,11 @@ def _files(name: str) -> list[epath.Path]:
       f"no file or folder at {name!r}; data.train and data.eval name a task, a .jsonl or .parquet "
       "file, hf:ID, tfds:NAME or rg:NAME"
     )
+  return path
+
+
+def _files(name: str) -> list[epath.Path]:
+  path = _existing(name)
   if not path.is_dir():
     reader = OTHER_FILES.get(path.suffix.lower(), "json")
     if reader != "json":

@@ -411,13 +411,16 @@ def test_algorithms_without_entropy_shaping_accept_any_parts(parts):
   check_training(freeze(nested({"algorithm__name": "grpo", "reward__parts": parts})))
 
 
-def test_warm_starts_on_demonstrations():
-  refused(
-    "needs demonstrations of data.train = 'a.jsonl': set warm_start.data",
-    data__train="a.jsonl",
-    data__eval="b.jsonl",
-    warm_start__steps=5,
-  )
+def test_warm_starts_on_demonstrations(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "a.jsonl").touch()
+  for train, message in {
+    "a.jsonl": "needs demonstrations of data.train = 'a.jsonl': set warm_start.data",
+    "missing.jsonl": "no file or folder at 'missing.jsonl'; data.train and data.eval name a task,",
+    "sums*1,a.jsonl*1,missing/b.jsonl*2": "no file or folder at 'missing/b.jsonl'",
+    "hf:missing": "needs demonstrations of data.train = 'hf:missing'",
+  }.items():
+    refused(message, data__train=train, data__eval="b.jsonl", warm_start__steps=5)
   refused("warm_start.steps is 0; set the steps to", warm_start__data="demos.jsonl")
   refused("warm_start.data must name a source", warm_start__data="demos.txt", warm_start__steps=5)
   refused(

@@ -275,5 +275,5 @@ def test_adapters_of_experts_beside_a_shared_one_are_not_saved_for_peft(tmp_path
     lora=Lora(2, targets=("q", "experts")),
   )
   model = Transformer(config, single_device_mesh())
-  with pytest.raises(UserError, match=r"PEFT takes adapters of experts .* for those of"):
+  with pytest.raises(UserError, match="PEFT would apply the adapters of the experts too"):
     save_adapter(model, {}, tmp_path / "out", "base")

@@ -219,7 +219,7 @@ def test_programs_need_a_sandbox_or_permission(tmp_path, no_bubblewrap):
   [
     (
       {"data.train": "x.jsonl", "data.eval": "sums", "warm_start.steps": 5},
-      "needs demonstrations of data.train = 'x.jsonl': set warm_start.data",
+      "no file or folder at 'x.jsonl'",
     ),
     ({"data.train": "sumz"}, "unknown task 'sumz' in data, did you mean 'sums'"),
     ({"data.train": "a.jsonl*0,b.jsonl*1", "data.eval": "sums"}, "with weights above 0"),

@@ -159,8 +159,9 @@ def save_adapter(
     )
   if EXPERTS in lora.targets and model.config.mlps != (model.config.mixture.mlp,):
     raise UserError(
-      "PEFT takes adapters of experts (model.lora_targets names them) for those of the model's "
-      "dense MLPs and shared experts, whose matrices have the same names; export the full model"
+      "this model has dense MLPs or a shared expert, to which PEFT would apply the adapters of the "
+      "experts too, because the matrices have the same names; export the full model, or leave "
+      "'experts' out of model.lora_targets"
     )
   with atomic_folder(storage_path(folder)) as out:
     tensors = hf_from_adapters(model, params)
