@@ -131,6 +131,21 @@ def random_batch(seed, name="gtpo", n=7, g=5, t=4):
   return batch
 
 
+def with_gaps(batch, seed, t=11):
+  """Returns `batch` with its tokens at random positions of longer completions, in their order."""
+  rng = np.random.default_rng(seed)
+  n, g, short = batch["mask"].shape
+  places = np.stack([np.sort(rng.permutation(t)[:short]) for _ in range(n * g)])
+  places = places.reshape(n, g, short)
+  spread = dict(batch)
+  for name, filler in (("mask", False), ("entropy", 7e5), ("divergence", 7e5)):
+    if name in batch:
+      values = np.full((n, g, t), filler, batch[name].dtype)
+      np.put_along_axis(values, places, batch[name], -1)
+      spread[name] = values
+  return spread, places
+
+
 def random_turns(rng, batch):
   """Returns turns of random lengths, their rewards and states, of which there are few."""
   mask = batch["mask"] & (rng.random(batch["mask"].shape) > 0.3)

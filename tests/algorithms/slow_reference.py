@@ -100,17 +100,34 @@ def loss_mask(name, batch, s):
   return mask
 
 
-def share(x, unit, side, compare, scope):
-  """Returns d * x / sum x over the unit's set: eq. 2. `side` lists the units of O+ or of O-."""
+def share(x, unit, side, compare, scope, places=None):
+  """Returns d * x / sum x over the unit's set: eq. 2. `side` lists the units of O+ or of O-.
+
+  `places` has the place of each token, and is None for completions.
+  """
   group_of = {"group": lambda u: u[0], "batch": lambda u: None}[scope]
+  place_of = lambda u: places[u] if places else 0
   set_of = {
-    "position": lambda u: (group_of(u), u[2]),
+    "position": lambda u: (group_of(u), place_of(u)),
+    "turn": lambda u: (group_of(u), place_of(u)),
     "sequence": lambda u: u[:2],
     "matrix": group_of,
   }[compare]
   members = [x[other] for other in side if set_of(other) == set_of(unit)]
   total = sum(members)
   return len(members) * x[unit] / total if total > 0 else 1.0
+
+
+def places_of(mask, compare):
+  """Maps each drawn token to (turn, place in it), or to the number of those drawn before it."""
+  places = {}
+  for steps in steps_of(mask, "turn"):
+    before = 0
+    for turn, step in enumerate(steps):
+      for place, token in enumerate(step):
+        places[token] = (turn, place) if compare == "turn" else before
+        before += 1
+  return places
 
 
 def completion_entropy(row, h_floor, mean):
@@ -151,7 +168,9 @@ def shaped_rewards(name, batch, s):
         reward[steps[0][0][:2]] -= sum(float(batch["turn_reward"][step[0]]) for step in steps[:-1])
     return tuple({u: reward[u[:2]] + penalty[u[:2]] for u in side} for side in (right, wrong))
   inverse = {u: 1 / max(entropy[u], s["h_floor"]) for u in wrong}
-  sets = (s.get("compare") or "position", s["scope"])
+  compare = s.get("compare") or "position"
+  places = places_of(batch["mask"], compare) if name in TOKEN_LEVEL else None
+  sets = (compare, s["scope"], places)
   of_right, of_wrong = BY_ENTROPY[name]
   return (
     {u: of_right(s, share(entropy, u, right, *sets)) + penalty[u[:2]] for u in right},

@@ -23,6 +23,7 @@ from recipe_cases import (
   settings_of,
   step,
   strong,
+  with_gaps,
 )
 from slow_reference import SEQUENCE_LEVEL, TOKEN_LEVEL
 
@@ -45,14 +46,21 @@ def check_advantages(algorithm, batch):
 
 
 def check_all_norm_scopes(name, seed, **options):
+  """Every other batch has tokens between the drawn ones."""
   for i, (norm_scope, sign_guard) in enumerate(itertools.product(NORM_SCOPES, GUARDS)):
     options |= {"norm_scope": norm_scope, "sign_guard": sign_guard, "h_floor": 0.05}
-    advantages = check_advantages(strong(name, **options), random_batch(seed + i))
+    batch = random_batch(seed + i)
+    if i % 2:
+      batch, _ = with_gaps(batch, seed)
+    advantages = check_advantages(strong(name, **options), batch)
     assert np.abs(advantages).max() > 0.5
 
 
-@pytest.mark.parametrize(("compare", "scope"), COMPARISONS)
-@pytest.mark.parametrize("name", TOKEN_LEVEL)
+TOKEN_CASES = [("gtpo", "turn", scope) for scope in ("group", "batch")]
+TOKEN_CASES += [(name, *comparison) for name in TOKEN_LEVEL for comparison in COMPARISONS]
+
+
+@pytest.mark.parametrize(("name", "compare", "scope"), TOKEN_CASES)
 @pytest.mark.some(5)
 def test_token_level_advantages(name, compare, scope):
   check_all_norm_scopes(name, 11, compare=compare, scope=scope)

@@ -4,12 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recipe_cases import arrays, random_batch, random_policies
+import slow_losses
+import slow_reference
+from recipe_cases import arrays, random_batch, random_policies, with_gaps
 
 from gtpo_jax.algorithms import Distillation, make
 from gtpo_jax.runtime.errors import UserError
 
 H_FLOOR = 1e-2  # nats, of the published shaping
+CLIP = {"objective": "clip", "ratio": "token", "eps_low": 0.2, "eps_high": 0.2}
 
 
 def taught_batch(seed, name="gtpo"):
@@ -23,17 +26,13 @@ def taught_batch(seed, name="gtpo"):
 
 def slow_share(batch, kept, where, compare):
   """Returns the share of a token: its (inverse) entropy over the mean of its comparison set."""
-  i, j, k = where
-  right = batch["correct"][i, j]
+  right = batch["correct"][where[:2]]
   value = lambda h: float(h) if right else 1 / max(float(h), H_FLOOR)
-  others = [
-    value(batch["entropy"][place])
-    for place in zip(*np.nonzero(kept), strict=True)
-    if batch["correct"][place[:2]] == right
-    and (place[0] == i and place[2] == k if compare == "position" else place[:2] == (i, j))
-  ]
-  mean = sum(others) / len(others)
-  return value(batch["entropy"][where]) / mean if mean else 1.0
+  tokens = zip(*np.nonzero(kept), strict=True)
+  side = [token for token in tokens if batch["correct"][token[:2]] == right]
+  x = {token: value(batch["entropy"][token]) for token in side}
+  places = slow_reference.places_of(batch["mask"], compare)
+  return slow_reference.share(x, where, side, compare, "group", places)
 
 
 def slow_advantages(batch, kept, coef, compare=None):
@@ -72,21 +71,6 @@ def test_advantages_against_a_slow_loop(name, distillation, compare, settings):
     assert np.abs(added[kept]).max() > 0.1
 
 
-def slow_loss(batch, policies, advantages):
-  """Returns the clipped loss, averaged over tokens, and its gradient in the log-probs, in f64."""
-  grad = np.zeros(advantages.shape)
-  tokens = list(zip(*np.nonzero(batch["mask"]), strict=True))
-  loss = 0.0
-  for where in tokens:
-    advantage = float(advantages[where])
-    ratio = np.exp(float(policies["log_probs"][where]) - float(policies["log_probs_old"][where]))
-    clipped = min(max(ratio, 0.8), 1.2)
-    loss -= min(ratio * advantage, clipped * advantage) / len(tokens)
-    if ratio * advantage <= clipped * advantage:
-      grad[where] = -ratio * advantage / len(tokens)
-  return loss, grad
-
-
 def test_the_loss_and_its_gradient_against_a_slow_loop():
   batch, policies = taught_batch(7)
   teacher = policies["log_probs_reference"]
@@ -103,8 +87,12 @@ def test_the_loss_and_its_gradient_against_a_slow_loop():
     mask=jnp.asarray(batch["mask"]),
   )[0]
   value, grad = jax.value_and_grad(loss)(jnp.asarray(policies["log_probs"]))
-  slow_value, slow_grad = slow_loss(batch, policies, expected)
-  assert value == pytest.approx(slow_value, rel=1e-5)
+  mask = batch["mask"]
+  inputs = policies | {"advantages": expected, "mask": mask, "weights": mask / mask.sum()}
+  slow_value = lambda log_probs: slow_losses.loss(inputs | {"log_probs": log_probs}, CLIP)[0]
+  assert value == pytest.approx(slow_value(policies["log_probs"]), rel=1e-5)
+  tokens = list(zip(*np.nonzero(mask), strict=True))
+  slow_grad = slow_losses.numeric_gradient(slow_value, policies["log_probs"], tokens)
   np.testing.assert_allclose(grad, slow_grad, atol=1e-7)
   assert not np.asarray(grad)[:2].any() and np.asarray(grad)[2:].any()
 
@@ -150,14 +138,8 @@ def test_tokens_between_those_that_were_drawn_do_not_move_the_shares():
   batch, _ = taught_batch(3)
   algorithm = make("opd", Distillation(1.0, "entropy"))
   dense = np.asarray(algorithm.advantages(**arrays(batch)))
-  n, g, t = batch["mask"].shape
-  columns = np.sort(np.random.default_rng(0).random((n, g, 2 * t)).argsort(-1)[..., :t], -1)
-  spread = {}
-  for name in ("mask", "entropy", "divergence"):
-    wide = np.zeros((n, g, 2 * t), batch[name].dtype)
-    np.put_along_axis(wide, columns, batch[name], -1)
-    spread[name] = wide
-  got = np.asarray(algorithm.advantages(**arrays(batch | spread)))
+  spread, columns = with_gaps(batch, 0)
+  got = np.asarray(algorithm.advantages(**arrays(spread)))
   np.testing.assert_allclose(np.take_along_axis(got, columns, -1), dense, rtol=1e-5, atol=1e-6)
 
 

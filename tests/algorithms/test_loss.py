@@ -29,8 +29,8 @@ METRICS = {
 def test_the_corrections_by_hand():
   """One completion of two tokens with A = 1, -1 and ratios 1.1, 5.
 
-  The dual clip is at 3, the mismatch weights are 1.5 and 2 (capped from 2.5), and the KL terms are
-  those of `test_k3_by_hand`.
+  The dual clip is at 3, and the mismatch weights are 1.5 and 2 (capped from 2.5). The KL terms are
+  r - 1 - log r with r = 2, 1/2.
   """
   new = jnp.log(jnp.asarray([[[1.1, 5.0]]]))
   mask = jnp.ones((1, 1, 2), bool)

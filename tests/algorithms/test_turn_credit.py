@@ -95,13 +95,6 @@ def test_one_turn_is_grpo(name, factor):
   np.testing.assert_allclose(got, factor * expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", TURNS)
-def test_a_tool_gets_no_credit(name):
-  batch = random_batch(4, name)
-  got = np.asarray(make(name).advantages(**arrays(batch)))
-  assert np.abs(got).max() > 0.5 and not got[~batch["mask"]].any()
-
-
 def test_a_constant_of_all_returns_of_a_state_changes_nothing():
   rng = np.random.default_rng(5)
   begins = rng.random((3, 4, 6)) < 0.6
