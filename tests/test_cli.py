@@ -304,18 +304,6 @@ def wait_for_step(workdir, step, process):
   pytest.fail(f"step {step} was not reached")
 
 
-def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path, capsys):
-  workdir = tmp_path / "run"
-  shutil.copytree(finished_run[0], workdir)
-  for file in (workdir / "checkpoints" / "2" / "params").rglob("*"):
-    if file.is_file():
-      file.write_bytes(file.read_bytes()[:10])
-  assert cli.main(["sample", f"--model={workdir}", "--prompt=1"]) == 1
-  err = capsys.readouterr().err
-  assert "the checkpoint of step 2" in err
-  assert len(err.strip().splitlines()) == 1
-
-
 def test_the_process_exits_with_the_status():
   done = gtpo("trian")
   assert (done.returncode, done.stdout) == (2, "")

@@ -7,6 +7,7 @@ import random
 import jax
 import numpy as np
 import pytest
+from toys import nested
 
 from gtpo_jax.algorithms import OBJECTIVES, RECIPES
 from gtpo_jax.algorithms.objectives.ratios import RATIOS
@@ -52,17 +53,6 @@ CHOICES = {
   "batch.micro_batches": (1, 1, 2),
   "batch.pack": (False, True),
 }
-
-
-def nested(flat):
-  tree = {}
-  for name, value in flat.items():
-    *sections, last = name.split(".")
-    section = tree
-    for part in sections:
-      section = section.setdefault(part, {})
-    section[last] = value
-  return tree
 
 
 def reward(prompts, completions, answers, extras):

@@ -4,37 +4,27 @@ import json
 import re
 import shutil
 import struct
-import sys
-import types
 
 import jax
 import numpy as np
 import pytest
 from etils import epath
-from toys import small_run
+from toys import lasting, small_run
 
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.integrity import check_integrity
 from gtpo_jax.checkpoint.opening import run_params
-from gtpo_jax.checkpoint.workdir import claim, load_config
+from gtpo_jax.checkpoint.workdir import load_config
 from gtpo_jax.config import difference
-from gtpo_jax.data.records import Problem, user
 from gtpo_jax.logs import display
 from gtpo_jax.logs.credit import credit_files, read_credit
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
-from gtpo_jax.models.params import init_params
 from gtpo_jax.report.runs import read_run
 from gtpo_jax.rewards import VERIFIERS
-from gtpo_jax.rollout.episodes.group_turns import Turns
-from gtpo_jax.rollout.episodes.sample import sample_problems
-from gtpo_jax.rollout.groups import EndedCompletion
-from gtpo_jax.rollout.scoring.manager import RewardManager
-from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.runtime.errors import RunError, UserError
-from gtpo_jax.sampling.settings import SamplingParams
+from gtpo_jax.runtime.errors import RunError
 from gtpo_jax.training.state import make_optimizer
 
 PROMISED = [
@@ -84,23 +74,6 @@ def small_config(**changes):
 
 def run(config, workdir, stopping=lambda: False):
   return train(config, workdir, Display(enabled=False), stopping)
-
-
-def claim_workdir(workdir, config):
-  with claim(workdir, config):
-    pass
-
-
-def lasting(rows):
-  """Returns the metrics that do not depend on time or on the process."""
-  return [
-    {
-      key: value
-      for key, value in row.items()
-      if not key.startswith("time/") and key not in ("tokens/s", "compiles")
-    }
-    for row in rows
-  ]
 
 
 def final_params(config, workdir):
@@ -222,30 +195,6 @@ def test_a_finished_run_stays_finished_until_it_gets_more_steps(whole):
   assert list(report.evaluations) == [5] and report.left_out == (0, 2, 4)
 
 
-def test_another_config_is_rejected_with_the_difference(whole):
-  with pytest.raises(UserError, match=r"belongs to another config \(seed was 0, now 7\)"):
-    claim_workdir(whole[0], small_config(seed=7))
-
-
-def test_bad_workdirs_are_rejected(tmp_path):
-  (tmp_path / "file").write_text("x")
-  with pytest.raises(UserError, match="is a file; name a folder"):
-    claim_workdir(tmp_path / "file", small_config())
-  with pytest.raises(UserError, match="cannot write into workdir"):
-    claim_workdir(tmp_path / "file" / "below", small_config())
-  with pytest.raises(UserError, match="no run in"):
-    load_config(tmp_path)
-
-
-@pytest.mark.devices
-def test_a_batch_that_does_not_divide_is_rejected_before_anything_is_written(tmp_path):
-  with pytest.raises(UserError, match=r"batch.prompts = 6 is not a multiple of"):
-    run(small_config(**EIGHT, **{"batch.prompts": 6}), tmp_path / "run")
-  with pytest.raises(UserError, match="does not fit 8 device"):
-    run(small_config(**{"mesh.data": 3}), tmp_path / "run")
-  assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.devices
 @pytest.mark.slow
 def test_a_warm_run_compiles_nothing_later(tmp_path, monkeypatch, capsys):
@@ -291,72 +240,6 @@ def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(whole, tmp_
   ]
 
 
-def test_an_evaluation_that_was_killed_is_repeated_on_resume(whole, tmp_path):
-  workdir = tmp_path / "run"
-  shutil.copytree(whole[0], workdir)
-  rows = read_jsonl(workdir / "metrics.jsonl")
-  kept = [
-    {
-      key: value
-      for key, value in row.items()
-      if not key.startswith("eval/") or row["step"] < rows[-1]["step"]
-    }
-    for row in rows
-  ]
-  (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-  assert run(small_config(steps=rows[-1]["step"]), workdir).finished
-  assert lasting(read_jsonl(workdir / "metrics.jsonl")) == lasting(rows)
-
-
-def test_memory_settings_may_change_on_resume_and_the_computation_may_not(whole):
-  claim_workdir(
-    whole[0],
-    small_config(
-      **{
-        "batch.micro_batches": 1,
-        "mesh.data": 8,
-        "mesh.fsdp": 1,
-        "mesh.tensor": 1,
-        "eval.samples": 4,
-      }
-    ),
-  )
-  with pytest.raises(UserError, match=r"batch.group was 4, now 8"):
-    claim_workdir(whole[0], small_config(**{"batch.group": 8}))
-  claim_workdir(whole[0], small_config())
-
-
-def test_scoring(whole):
-  """A completion is correct if it ended with a stop token and its last number is the sum."""
-  config = small_config()
-  worker = RolloutWorker(config)
-  texts = ["7+5=12", "7+5=2", "7+5=12", "no number"]
-  gold = "12"
-  ids = [worker.chat.encode_completion(text) for text in texts]
-  problem = Problem("0", user("7+5:"), gold, "last_number")
-  pending = PendingRewards(RewardManager(config), [problem], 4, worker.chat.decode)
-  for j in (2, 0, 3, 1):  # in any order
-    pending.put([EndedCompletion(0, j, np.asarray(ids[j]), j != 2)])
-  found = pending.result()
-  assert pending.texts == [texts]
-  np.testing.assert_array_equal(found.correct, [[True, False, False, False]])
-  np.testing.assert_array_equal(pending.lengths, [[len(row) for row in ids]])
-
-
-def test_rewards_and_penalties_are_the_algorithms(whole):
-  config = small_config(**{"algorithm.name": "dapo", "algorithm.overlong_buffer": 8})
-  worker = RolloutWorker(config)
-  problems = [Problem("0", user("1"), "1", "last_number")] * 4
-  policy = worker.policy(init_params(worker.model, jax.random.key(0)))
-  pending = PendingRewards(RewardManager(config), problems, 2, worker.chat.decode)
-  keys = worker.engine.completion_keys(jax.random.key(0), len(problems), 2)
-  rollouts = sample_problems(Turns(worker, 2), policy, problems, keys, SamplingParams(), pending)
-  rewards = pending.result().rewards
-  assert set(np.unique(rewards.reward)) <= {-1.0, 1.0}
-  lengths = np.asarray(rollouts.lengths)
-  np.testing.assert_allclose(rewards.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))
-
-
 @pytest.mark.slow
 def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
   """With a learning rate that ruins the model, the best evaluation is not the last."""
@@ -381,44 +264,3 @@ def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
   digests = check_integrity(epath.Path(workdir / "best" / str(best)), ["params"]).leaves["params"]
   kept = epath.Path(workdir / ("base/0" if best == 0 else "checkpoints/2"))
   assert (digests == check_integrity(kept, ["params"]).leaves["params"]) == (best in (0, 2))
-
-
-@pytest.mark.slow
-def test_a_reward_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
-  """The function fails in another way each step. Only affected completions have no verdict."""
-
-  def raises(texts):
-    raise RuntimeError("the reward is broken")
-
-  ways = [
-    raises,
-    lambda texts: [None] * len(texts),
-    lambda texts: [float("nan")] * len(texts),
-    lambda texts: [1.0],
-    lambda texts: None,
-    lambda texts: [True] * len(texts),
-    lambda texts: [False] * len(texts),
-    lambda texts: [3e38] * len(texts),  # its square is not a float32
-  ]
-  calls = iter([way for way in ways for _ in range(8)])  # each step has eight problems
-
-  def judge(prompts, completions, answers, extras):
-    return (
-      next(calls)(completions) if len(completions) == 4 else [False] * len(completions)
-    )  # evaluations have fewer of each
-
-  monkeypatch.setitem(sys.modules, "failing_reward", types.SimpleNamespace(judge=judge))
-  config = small_config(
-    steps=len(ways),
-    **{"reward.verifier": "failing_reward:judge", "eval.every": 0, "guards.skipped": 1},
-  )
-  assert run(config, tmp_path / "run").finished
-  rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
-  assert [row["reward/no_verdict"] > 0 for row in rows] == [True] * 5 + [False] * 2 + [True]
-  assert all(row["update/skipped"] == 0 for row in rows)
-  assert all(row["update/empty"] == 1 or np.isfinite(row["loss"]) for row in rows)
-  for row in [*rows[:5], rows[7]]:
-    assert row["completions/not_counted"] == row["reward/no_verdict"] / 32
-  # Completions that were cut off are wrong whatever the function returns.
-  assert rows[5]["reward/accuracy"] == pytest.approx(1 - rows[5]["length/cut_off"])
-  assert rows[5]["reward/accuracy"] > 0 and rows[6]["groups/all_wrong"] == 1

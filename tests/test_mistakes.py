@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import gtpo_jax
 from gtpo_jax import cli
 from gtpo_jax.cli import commands, processes
-from gtpo_jax.logs.display import Display
-from gtpo_jax.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 ROWS = [{"prompt": f"{i}+{i}:", "answer": str(2 * i), "kind": "last_number"} for i in range(1, 6)]
@@ -281,20 +278,3 @@ def test_a_mistake_with_a_run(mistake, folder, finished_run, capfd):
   arguments, advice = OF_A_RUN[mistake]
   arguments = [argument.format(run=finished_run[0]) for argument in arguments]
   check_mistake(arguments, advice, folder, capfd)
-
-
-@pytest.mark.parametrize(
-  ("arguments", "advice"),
-  [
-    ({"config": "configs/tiny.py"}, "read a file with gtpo_jax.load_config(path)"),
-    ({"reward": lambda text: 1.0}, "must take (prompts, completions, answers, extras)"),
-    ({"data": "train.jsonl"}, "to read a file, name it in the config's data.train"),
-    ({"data": ROWS[:1]}, "pass more, or others as held_out"),
-    ({"demonstrations": [{"prompt": "1", "completion": "2"}]}, "set the steps to the number of"),
-  ],
-)
-def test_a_mistake_in_a_program_raises_a_line_that_says_what_to_do(arguments, advice):
-  display = Display(enabled=False)
-  with pytest.raises(UserError) as error:
-    gtpo_jax.train(**{"config": {}, "data": ROWS, "display": display, **arguments})
-  assert advice in str(error.value) and "\n" not in str(error.value)

@@ -52,6 +52,32 @@ SMALL_RUN = {  # by dotted name
 }
 
 
+# Prefixes of metrics that depend on the time or on the process.
+TIMING = ("time/", "tokens/s", "compiles")
+
+
+def lasting(rows):
+  """Returns rows of metrics without those of `TIMING`."""
+  return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in rows]
+
+
+def even(prompts, completions, answers, extras):
+  """A verifier that a random model passes about half of the time."""
+  return [len(text) % 2 == 0 for text in completions]
+
+
+def nested(values):
+  """Returns {"a.b": 1}, or {"a__b": 1}, as {"a": {"b": 1}}."""
+  tree = {}
+  for name, value in values.items():
+    *sections, last = name.replace("__", ".").split(".")
+    section = tree
+    for part in sections:
+      section = section.setdefault(part, {})
+    section[last] = value
+  return tree
+
+
 def config_of(**changes):
   """Returns the default config with these values by dotted name."""
   config = default_config()

@@ -131,7 +131,8 @@ def test_what_may_change_depends_on_the_whole_config(tmp_path):
     ({"optimizer": {"schedule": "cosine"}}, {"sampling": {"slots": 8}}, ""),
     (base, {"steps": 7}, "steps was 3, now 7, but the schedule of the learning rate depends on it"),
     (base, {"sampling": {"chunk": 8}}, "sampling.chunk was 0, now 8, but with sampling.staleness"),
-    (base, {"eval": {"samples": 3}, "mesh": {"fsdp": 1}}, ""),
+    (base, {"eval": {"samples": 3}, "mesh": {"fsdp": 1}, "batch": {"micro_batches": 2}}, ""),
+    ({}, {"batch": {"group": 8}}, "batch.group was 16, now 8"),
     (
       {"model": {"compute_dtype": "bfloat16"}},
       {"model": {"compute_dtype": "float16"}},

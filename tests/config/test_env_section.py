@@ -33,6 +33,10 @@ def test_names_and_limits():
       {"env": {"tools": "m:f"}, "teacher": {"path": "x", "prompt": "{prompt}"}},
       "env.tools does not work with teacher.prompt",
     ),
+    ({"env": {"agent": "run"}}, "env.agent must be named as module:function, got 'run'"),
+    ({"env": {"agent": "m:f", "make": "m:C"}}, "env.agent has tools and environments of its own"),
+    ({"env": {"agent": "m:f"}, "sampling": {"staleness": 1}}, "env.agent does not work with samp"),
+    ({"env": {"agent": "m:f"}, "data": {"chat": False}}, "env.agent needs the chat template"),
   ],
 )
 def test_what_does_not_fit_is_refused(changes, message):

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from toys import nested
 
 from gtpo_jax.config import Config, default_config, flatten, freeze, load_config, to_dict
 from gtpo_jax.config.describe import FOREIGN_NAMES
@@ -14,12 +15,8 @@ VALID = flatten(to_dict(Config()))
 
 
 def refused(key):
-  *sections, name = key.split(".")
-  values = {name: 1}
-  for section in reversed(sections):
-    values = {section: values}
   with pytest.raises(UserError) as caught:
-    freeze(values)
+    freeze(nested({key: 1}))
   return str(caught.value)
 
 

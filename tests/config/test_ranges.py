@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+from toys import nested
 
 from gtpo_jax.algorithms import RECIPES, make
 from gtpo_jax.config import Config, flatten, freeze, to_dict
@@ -23,20 +24,13 @@ def message_of(function, *args, **kwargs):
   return ""
 
 
-def nested(name, value):
-  """Returns a dotted field as nested dicts."""
-  for key in reversed(name.split(".")):
-    value = {key: value}
-  return value
-
-
 def test_no_number_that_a_program_would_change_is_accepted():
   """In every field of a config: out of bounds, infinite or 0 in float32, or above 32 bits."""
   for name, default in flatten(to_dict(Config())).items():
     if name.startswith("algorithm.") or isinstance(default, bool | str):
       continue
     for value in FLOATS if isinstance(default, float) else INTEGERS:
-      message = message_of(freeze, nested(name, value))
+      message = message_of(freeze, nested({name: value}))
       if (name == "seed" and value in SEEDS) or (name.startswith("mesh.") and value == -1):
         assert not message, (name, value)
       else:
@@ -67,13 +61,13 @@ def test_no_setting_of_an_algorithm_that_float32_would_change_is_accepted():
   ],
 )
 def test_the_message_says_what_is_wrong(field, value, message):
-  assert message_of(freeze, nested(field, value)) == f"{field} {message}"
+  assert message_of(freeze, nested({field: value})) == f"{field} {message}"
 
 
 def test_numbers_in_texts_have_the_same_bounds():
   for weight in ("1e39", "1e-39", "nan", "inf"):
-    assert "weights" in message_of(freeze, nested("reward.parts", f"correct*1,boxed*{weight}"))
-    assert "weights" in message_of(freeze, nested("data.train", f"sums*1,forks*{weight}"))
+    assert "weights" in message_of(freeze, nested({"reward.parts": f"correct*1,boxed*{weight}"}))
+    assert "weights" in message_of(freeze, nested({"data.train": f"sums*1,forks*{weight}"}))
 
 
 def test_the_types_of_fields_are_those_of_their_defaults():

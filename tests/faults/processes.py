@@ -7,6 +7,7 @@ from pathlib import Path
 from command_line import free_port
 from etils import epath
 from preloaded import python
+from toys import TIMING
 
 from gtpo_jax.checkpoint.integrity import check_integrity
 from gtpo_jax.logs.log_files import read_jsonl
@@ -34,7 +35,7 @@ SETTINGS = {  # several minibatches, and groups left over between steps
   "checkpoint.every": 2,
 }
 # Prefixes of metrics that may differ.
-TIMING = ("time/", "tokens/s", "compiles", "judge/", "env/seconds", "env/idle_share")
+CHANGING = (*TIMING, "judge/", "env/seconds", "env/idle_share")
 
 
 def run_py(event, *args):
@@ -105,7 +106,7 @@ def read_result(workdir):
   These are the metrics, the samples, the last step and the digests of its checkpoint.
   """
   rows = [
-    {key: value for key, value in row.items() if not key.startswith(TIMING)}
+    {key: value for key, value in row.items() if not key.startswith(CHANGING)}
     for row in read_jsonl(workdir / "metrics.jsonl")
   ]
   assert [row["step"] for row in rows] == list(range(len(rows)))

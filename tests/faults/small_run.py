@@ -2,6 +2,8 @@
 
 import json
 
+from toys import even, lasting
+
 import gtpo_jax
 from gtpo_jax.config import freeze
 from gtpo_jax.logs.credit import credit_files, read_credit
@@ -21,7 +23,6 @@ CONFIG = {
   "log": {"samples": 2, "credit_every": 2},
   "optimizer": {"learning_rate": 1e-3},
 }
-TIMING = ("time/", "tokens/s", "compiles")
 
 
 class Listener(Display):
@@ -35,11 +36,6 @@ class Listener(Display):
     self.said.append(text)
 
 
-def even(prompts, completions, answers, extras):
-  """A verifier that a random model passes about half of the time."""
-  return [len(text) % 2 == 0 for text in completions]
-
-
 def train(workdir, **changes):
   """Trains to the end and returns the result and the messages."""
   display = Listener()
@@ -51,15 +47,11 @@ def train(workdir, **changes):
 
 def logs(workdir, step=STEPS):
   """Returns the logs without timing metrics, and the digests of a checkpoint, the last one."""
-  metrics = [
-    {key: value for key, value in row.items() if not key.startswith(TIMING)}
-    for row in read_jsonl(workdir / "metrics.jsonl")
-  ]
   record = (
     (workdir / "checkpoints" / str(step) / "integrity_record").read_bytes().partition(b"\n")[2]
   )
   return {
-    "metrics": metrics,
+    "metrics": lasting(read_jsonl(workdir / "metrics.jsonl")),
     "samples": read_jsonl(workdir / "samples.jsonl"),
     "evaluations": read_jsonl(workdir / "evaluations.jsonl"),
     "credit": [read_credit(file).step for file in credit_files(workdir).values()],

@@ -8,6 +8,7 @@ import jax
 import pytest
 from family_cases import FAMILY_CASES, MIXTURES, NEWER
 from hf_folders import hf_folder, per_expert, raw_tensors
+from toys import even
 
 import gtpo_jax
 from gtpo_jax.cli.export import export_policy
@@ -31,11 +32,6 @@ CHANGES = {
 }
 INT8 = {"model": {"lora_rank": 4, "quantize": "int8"}}
 ROWS = [{"prompt": f"{a}+{b}:", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)]
-
-
-def even(prompts, completions, answers, extras):
-  """A verifier that a random model passes about half of the time."""
-  return [len(text) % 2 == 0 for text in completions]
 
 
 def marked(name, changes, manual=False):

@@ -399,28 +399,6 @@ def test_an_environment_that_always_fails_ends_the_run(capfd):
   assert "boom returned an object of type NoneType without a method 'reset'" in shown
 
 
-@pytest.mark.slow
-def test_a_graded_reward():
-  """With the part `verifier`, the function's values are the reward."""
-  graded = lambda prompts, completions, answers, extras: [
-    0.25 * (len(text) % 4) for text in completions
-  ]
-  step = next(
-    gtpo_jax.steps(
-      {**SHAPE, "algorithm": {"name": "grpo"}, "reward": {"parts": "verifier"}},
-      display=QUIET,
-      reward=graded,
-      data=ROWS,
-    )
-  )
-  want = np.asarray(
-    [[0.25 * (len(text) % 4) for text in row] for row in step.batch.texts], np.float32
-  )
-  np.testing.assert_array_equal(np.asarray(step.batch.rewards.reward), want)
-  finished = np.asarray(step.batch.rollouts.finished)
-  np.testing.assert_array_equal(step.batch.correct, (want > 0.5) & finished)
-
-
 @pytest.mark.parametrize(
   ("given", "message"),
   [
@@ -430,6 +408,10 @@ def test_a_graded_reward():
       "must take (prompts, completions, answers, extras): too many positional arguments",
     ),
     ({"data": "train.jsonl"}, "data must be a list of dicts, got str 'train.jsonl'; "),
+    (
+      {"data": ROWS, "demonstrations": [{"prompt": "1", "completion": "2"}]},
+      "set the steps to the number of",
+    ),
     ({"data": {"prompt": "1", "answer": "1"}}, "data must be a list of dicts, got dict"),
     ({"data": 5}, "data must be a list of dicts, got int '5'"),
     ({"data": []}, "'data' contains no problem (0 rows)"),

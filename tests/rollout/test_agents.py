@@ -12,7 +12,7 @@ import pytest
 from experience_cases import NONE, N, coins, config_of, host  # noqa: F401
 
 from gtpo_jax import environments
-from gtpo_jax.config import EnvSection, freeze
+from gtpo_jax.config import EnvSection
 from gtpo_jax.models.params import init_params
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.problems import training_problems
@@ -244,21 +244,6 @@ def test_requests_that_the_endpoint_refuses():
 
 async def ask_stream(client, text):
   return await client.chat.completions.create(model="x", messages=text, max_tokens=3, stream=True)
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    ({"env": {"agent": "run"}}, "env.agent must be named as module:function, got 'run'"),
-    ({"env": {"agent": "m:f", "make": "m:C"}}, "env.agent has tools and environments of its own"),
-    ({"env": {"agent": "m:f"}, "sampling": {"staleness": 1}}, "env.agent does not work with samp"),
-    ({"env": {"agent": "m:f"}, "data": {"chat": False}}, "env.agent needs the chat template"),
-  ],
-)
-def test_configs_that_do_not_fit_an_agent(changes, message):
-  with pytest.raises(UserError) as raised:
-    freeze(changes)
-  assert str(raised.value).startswith(message)
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -1,6 +1,5 @@
 """The batch of a step: plain sampling, dynamic sampling, and leftovers."""
 
-import jax
 import numpy as np
 import pytest
 from experience_cases import (
@@ -17,13 +16,8 @@ from experience_cases import (
   random_worker,
 )
 
-from gtpo_jax.checkpoint.checkpoints import Checkpoints
-from gtpo_jax.logs.display import Display
-from gtpo_jax.logs.log_files import read_jsonl
-from gtpo_jax.loop import train
 from gtpo_jax.rollout.groups import leftovers_like
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.training.state import make_optimizer
 
 # --- without dynamic sampling ---
 
@@ -168,39 +162,3 @@ def test_leftovers_can_be_saved_and_restored():
   assert {k: v for k, v in batch.metrics.items() if "time" not in k} == {
     k: v for k, v in expected.metrics.items() if "time" not in k
   }
-
-
-def rows_without_timing(workdir):
-  return [
-    {
-      key: value
-      for key, value in row.items()
-      if not key.startswith("time/") and key not in ("tokens/s", "compiles")
-    }
-    for row in read_jsonl(workdir / "metrics.jsonl")
-  ]
-
-
-@pytest.mark.parametrize("name", ["dapo", "dapo_mixed"])
-@pytest.mark.some(0, slow=0)
-def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
-  config = config_of(name, **{"batch.max_gen_batches": 4})
-  quiet = Display(enabled=False)
-  assert train(config, tmp_path / "whole", quiet).finished
-  stop_at = lambda step: lambda: rows_without_timing(tmp_path / "halves")[-1]["step"] == step
-  assert train(config, tmp_path / "halves", quiet, stop_at(1)).step == 1
-  optimizer = make_optimizer(config.optimizer, config.steps)
-  saved = Checkpoints(tmp_path / "halves" / "checkpoints").restore(
-    random_worker()[0].model, optimizer
-  )
-  assert saved.leftovers["begun"] > N
-  assert {name: (x.shape, x.dtype) for name, x in saved.leftovers.items()} == {
-    name: (x.shape, x.dtype) for name, x in leftovers_like(config).items()
-  }
-  assert train(config, tmp_path / "halves", quiet).finished
-  assert rows_without_timing(tmp_path / "whole") == rows_without_timing(tmp_path / "halves")
-  ends = [
-    Checkpoints(tmp_path / which / "checkpoints").restore_params(random_worker()[0].model)
-    for which in ("whole", "halves")
-  ]
-  assert_equal(*jax.device_get(ends))

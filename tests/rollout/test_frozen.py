@@ -22,6 +22,7 @@ from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
+from gtpo_jax.models.hf.save import save
 from gtpo_jax.rewards import group_relative
 from gtpo_jax.rollout.episodes.group_turns import Turns
 from gtpo_jax.rollout.episodes.sample import sample_problems
@@ -137,38 +138,11 @@ def test_the_kl_reference_is_the_initial_policy(tmp_path):
   assert kl[0] == pytest.approx(0, abs=1e-9) and kl[-1] > 1e-8
 
 
-def save_hf(folder, worker, params):
-  import torch
-  import transformers
-
-  from gtpo_jax.models.hf.weights import hf_from_params
-
-  c = worker.model.config
-  hf = transformers.Qwen2ForCausalLM(
-    transformers.Qwen2Config(
-      vocab_size=c.vocab_size,
-      hidden_size=c.width,
-      num_hidden_layers=c.layers,
-      num_attention_heads=c.heads,
-      num_key_value_heads=c.kv_heads,
-      intermediate_size=c.mlp,
-      tie_word_embeddings=c.tied,
-      rope_theta=c.rope_theta,
-      rms_norm_eps=c.norm_eps,
-    )
-  )
-  hf.load_state_dict(
-    {k: torch.from_numpy(v.copy()) for k, v in hf_from_params(worker.model, params)}, strict=False
-  )
-  hf.save_pretrained(folder)
-
-
 @pytest.mark.slow
 def test_a_guide_from_a_hugging_face_folder_and_from_a_run(tmp_path):
-  pytest.importorskip("torch")
   worker, params = random_worker()
   other = jax.tree.map(lambda x: x * 0.9, params)
-  save_hf(tmp_path / "hf", worker, other)
+  save(worker.model, other, worker.chat.tokenizer, tmp_path / "hf")
   config = config_of("dapo_mixed", **{"guide.path": str(tmp_path / "hf")})
   check_frozen(config, worker)
   _, (batch,) = collect(config, 1, load_frozen(config, worker, tmp_path / "nowhere", {}))

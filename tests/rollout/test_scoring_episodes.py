@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from toys import nested
 
 from gtpo_jax.config import freeze
 from gtpo_jax.data.records import Problem, user
@@ -25,11 +26,8 @@ def episode(stop=Stop.ANSWERED, correct=None, scored=True, text="2", reward=0.5,
 
 def score(*episodes, verifier=None, finished=True, **changes):
   """The scores of the completions of a problem, and their lengths."""
-  nested = {"env": {"make": "m:C"}, "batch": {"group": len(episodes)}}
-  for name, value in changes.items():
-    section, field = name.split("__")
-    nested.setdefault(section, {})[field] = value
-  manager = RewardManager(freeze(nested), verifier)
+  settings = {"env.make": "m:C", "batch.group": len(episodes), **changes}
+  manager = RewardManager(freeze(nested(settings)), verifier)
   pending = PendingRewards(manager, PROBLEMS, len(episodes), lambda rows: ["all"] * len(rows))
   tokens = np.arange(7, dtype=np.int32)
   pending.put([EndedCompletion(0, j, tokens, finished, x) for j, x in enumerate(episodes)])
