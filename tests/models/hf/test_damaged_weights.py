@@ -10,206 +10,111 @@ from hf_folders import join_file, split_file
 from hostile import INDEX, first_shard, rejection, weights
 
 NORM = "model.norm.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+INVALID = "is not a valid safetensors file"
+# What is written instead of the bytes of the file.
+BYTES = {
+  "truncated": lambda content: content[:-100],
+  "cut in the header": lambda content: content[:200],
+  "empty": lambda content: b"",
+  "a header beyond the file": lambda content: (10**7).to_bytes(8, "little") + content[8:],
+  "a header beyond all memory": lambda content: b"\xff" * 8 + content[8:],
+  "trailing bytes": lambda content: content + b"\0" * 64,
+}
 
 
-def edit_header(file, change):
-  header, data = split_file(file)
-  changed = change(header)
-  join_file(file, header if changed is None else changed, data)
+def entry(**changes):
+  """A change of the norm's entry in the header."""
+  return lambda header: header[NORM].update(changes)
 
 
-def truncated(folder):
-  weights(folder).write_bytes(weights(folder).read_bytes()[:-100])
+# By name: a change of the header, which may return a text instead, and the message.
+HEADERS = {
+  "offsets beyond the data": (entry(data_offsets=[10**6, 10**6 + 128]), INVALID),
+  "offsets that overlap": (entry(data_offsets=[0, 128]), INVALID),
+  "offsets backwards": (lambda header: header[NORM]["data_offsets"].reverse(), INVALID),
+  "negative offsets": (entry(data_offsets=[-128, 0]), INVALID),
+  "a shape unlike its bytes": (entry(shape=[33]), INVALID),
+  "a shape that overflows": (entry(shape=[2**62, 2**62]), INVALID),
+  "deep": (lambda header: '{"a":' * 5000 + "1" + "}" * 5000, INVALID),
+  "no object": (lambda header: "[]", "safetensors"),
+  "a name twice": (
+    lambda header: json.dumps(header)[:-1] + f', "{NORM}": {json.dumps(header[NORM])}}}',
+    NORM,
+  ),
+  "integers": (entry(dtype="I32"), f"'{NORM}'.*has dtype I32"),
+}
+# The same of the tensors.
+TENSORS = {
+  "missing": (
+    lambda tensors: [tensors.pop(f"model.layers.{i}.self_attn.q_proj.bias") for i in (0, 1)],
+    "2 tensor(s) missing: model.layers.0.self_attn.q_proj.bias, "
+    "model.layers.1.self_attn.q_proj.bias; config.json has model_type = qwen2, "
+    "tie_word_embeddings = True",
+  ),
+  "of another layer": (
+    lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": np.zeros((2, 2))}),
+    "num_hidden_layers = 2, but there are tensors of 3 layers",
+  ),
+  "another shape": (
+    lambda tensors: tensors.update({NORM: np.zeros((32, 1))}),
+    f"1 tensor(s) of the wrong shape: {NORM} (32, 1) instead of (32,);",
+  ),
+  "transposed": (
+    lambda tensors: tensors.update({UP: np.zeros((32, 48))}),
+    f"1 tensor(s) of the wrong shape: {UP} (32, 48) instead of (48, 32)",
+  ),
+  "many names": (
+    lambda tensors: tensors.update({f"x{i}": np.zeros(1) for i in range(500)}),
+    "500 tensor(s) not of this architecture: x0, x1,",
+  ),
+  "a name of many lines": (
+    lambda tensors: tensors.update({"a\nb\x1b[31m": np.zeros(1)}),
+    "1 tensor(s) not of this architecture: ",
+  ),
+}
 
 
-def cut_in_the_header(folder):
-  weights(folder).write_bytes(weights(folder).read_bytes()[:200])
+@pytest.mark.parametrize("damage", BYTES)
+def test_damaged_files(damage, folder):
+  file = weights(folder)
+  file.write_bytes(BYTES[damage](file.read_bytes()))
+  assert INVALID in rejection(folder)
 
 
-def empty_file(folder):
-  weights(folder).write_bytes(b"")
-
-
-def header_beyond_the_file(folder):
-  weights(folder).write_bytes((10**7).to_bytes(8, "little") + weights(folder).read_bytes()[8:])
-
-
-def header_beyond_all_memory(folder):
-  weights(folder).write_bytes(b"\xff" * 8 + weights(folder).read_bytes()[8:])
-
-
-def trailing_bytes(folder):
-  weights(folder).write_bytes(weights(folder).read_bytes() + b"\0" * 64)
-
-
-def offsets_beyond_the_data(folder):
-  edit_header(
-    weights(folder),
-    lambda header: header["model.norm.weight"].update(data_offsets=[10**6, 10**6 + 128]),
-  )
-
-
-def offsets_that_overlap(folder):
-  edit_header(
-    weights(folder), lambda header: header["model.norm.weight"].update(data_offsets=[0, 128])
-  )
-
-
-def offsets_backwards(folder):
-  edit_header(weights(folder), lambda header: header["model.norm.weight"]["data_offsets"].reverse())
-
-
-def offsets_negative(folder):
-  edit_header(
-    weights(folder), lambda header: header["model.norm.weight"].update(data_offsets=[-128, 0])
-  )
-
-
-def shape_unlike_its_bytes(folder):
-  edit_header(weights(folder), lambda header: header["model.norm.weight"].update(shape=[33]))
-
-
-def shape_that_overflows(folder):
-  edit_header(
-    weights(folder), lambda header: header["model.norm.weight"].update(shape=[2**62, 2**62])
-  )
-
-
-def header_no_object(folder):
-  edit_header(weights(folder), lambda header: "[]")
-
-
-def header_deep(folder):
-  edit_header(weights(folder), lambda header: '{"a":' * 5000 + "1" + "}" * 5000)
-
-
-def header_not_utf8(folder):
+def test_a_header_that_is_not_utf8(folder):
   _, data = split_file(weights(folder))
   weights(folder).write_bytes((4).to_bytes(8, "little") + b"\xff\xfe{}" + data)
+  assert INVALID in rejection(folder)
 
 
-def name_twice_in_a_header(folder):
-  def twice(header):
-    inner = json.dumps(header["model.norm.weight"])
-    return json.dumps(header)[:-1] + f', "model.norm.weight": {inner}}}'
-
-  edit_header(weights(folder), twice)
-
-
-def integers(folder):
-  edit_header(weights(folder), lambda header: header["model.norm.weight"].update(dtype="I32"))
-
-
-def nan(folder):
-  poison(folder, np.nan)
-
-
-def infinity(folder):
-  poison(folder, -np.inf)
-
-
-def poison(folder, value):
+@pytest.mark.parametrize("damage", HEADERS)
+def test_damaged_headers(damage, folder):
+  change, message = HEADERS[damage]
   header, data = split_file(weights(folder))
-  start = header["model.layers.1.mlp.up_proj.weight"]["data_offsets"][0]
-  join_file(
-    weights(folder), header, data[: start + 40] + np.float32(value).tobytes() + data[start + 44 :]
-  )
-
-
-@pytest.mark.parametrize(
-  ("damage", "message"),
-  [
-    *(
-      (damage, r"is not a valid safetensors file")
-      for damage in (
-        truncated,
-        cut_in_the_header,
-        empty_file,
-        header_beyond_the_file,
-        header_beyond_all_memory,
-        trailing_bytes,
-        offsets_beyond_the_data,
-        offsets_that_overlap,
-        offsets_backwards,
-        offsets_negative,
-        shape_unlike_its_bytes,
-        shape_that_overflows,
-        header_deep,
-        header_not_utf8,
-      )
-    ),
-    (header_no_object, "safetensors"),
-    (name_twice_in_a_header, "model.norm.weight"),
-    (integers, r"'model\.norm\.weight'.*has dtype I32"),
-    (nan, "NaN or infinity, in layers/up/kernel$"),
-    (infinity, "NaN or infinity, in layers/up/kernel$"),
-  ],
-  ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_damaged_weights(damage, message, folder):
-  damage(folder)
+  changed = change(header)
+  join_file(weights(folder), changed if isinstance(changed, str) else header, data)
   line = rejection(folder)
   assert re.search(message, line), line
 
 
-def edit_tensors(folder, change):
-  from safetensors.numpy import load_file, save_file
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_numbers_that_are_not_finite(value, folder):
+  header, data = split_file(weights(folder))
+  at = header["model.layers.1.mlp.up_proj.weight"]["data_offsets"][0] + 40
+  join_file(weights(folder), header, data[:at] + np.float32(value).tobytes() + data[at + 4 :])
+  assert rejection(folder).endswith("NaN or infinity, in layers/up/kernel")
 
-  tensors = load_file(weights(folder))
+
+@pytest.mark.parametrize("damage", TENSORS)
+def test_other_tensors_are_named(damage, folder):
+  safetensors = pytest.importorskip("safetensors.numpy")
+  change, message = TENSORS[damage]
+  tensors = safetensors.load_file(weights(folder))
   change(tensors)
-  save_file(tensors, weights(folder))
-
-
-def test_missing_tensors_are_named(folder):
-  edit_tensors(
-    folder, lambda tensors: [tensors.pop(f"model.layers.{i}.self_attn.q_proj.bias") for i in (0, 1)]
-  )
-  assert rejection(folder) == (
-    "2 tensor(s) missing: model.layers.0.self_attn.q_proj.bias, "
-    "model.layers.1.self_attn.q_proj.bias; config.json has model_type = qwen2, "
-    "tie_word_embeddings = True"
-  )
-
-
-def test_extra_tensors_are_named(folder):
-  edit_tensors(
-    folder,
-    lambda tensors: tensors.update(
-      {"model.layers.2.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}
-    ),
-  )
-  assert rejection(folder) == "num_hidden_layers = 2, but there are tensors of 3 layers"
-
-
-def test_tensors_of_the_wrong_shape_are_named(folder):
-  edit_tensors(
-    folder, lambda tensors: tensors.update({"model.norm.weight": np.zeros((32, 1), np.float32)})
-  )
-  assert rejection(folder).startswith(
-    "1 tensor(s) of the wrong shape: model.norm.weight (32, 1) instead of (32,);"
-  )
-
-
-def test_a_transposed_matrix_has_the_wrong_shape(folder):
-  edit_tensors(
-    folder,
-    lambda tensors: tensors.update(
-      {"model.layers.0.mlp.up_proj.weight": np.zeros((32, 48), np.float32)}
-    ),
-  )
-  assert "model.layers.0.mlp.up_proj.weight (32, 48) instead of (48, 32)" in rejection(folder)
-
-
-def test_many_names_are_cut_short(folder):
-  edit_tensors(
-    folder, lambda tensors: tensors.update({f"x{i}": np.zeros(1, np.float32) for i in range(500)})
-  )
-  assert rejection(folder).startswith("500 tensor(s) not of this architecture: x0, x1,")
-
-
-def test_a_tensor_name_of_many_lines_is_still_one_line(folder):
-  edit_tensors(folder, lambda tensors: tensors.update({"a\nb\x1b[31m": np.zeros(1, np.float32)}))
-  rejection(folder)
+  tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
+  safetensors.save_file(tensors, weights(folder))
+  assert rejection(folder).startswith(message)
 
 
 def redirect(name, target):
@@ -222,77 +127,56 @@ def redirect(name, target):
 
 
 def with_index(values):
-  return lambda folder: (folder / INDEX).write_text(
-    values if isinstance(values, str) else json.dumps(values)
-  )
+  raw = json.dumps(values) if isinstance(values, dict) else values
+  raw = raw.encode() if isinstance(raw, str) else raw
+  return lambda folder: (folder / INDEX).write_bytes(raw)
 
 
 def put_secret_beside(folder):
   shutil.copy(first_shard(folder), folder.parent / "secret.safetensors")
 
 
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    (redirect(NORM, "../secret.safetensors"), "is not a file name in that folder"),
-    (redirect(NORM, "../../home/secret.safetensors"), "is not a file name in that folder"),
-    (redirect(NORM, "/etc/passwd"), "safetensors"),
-    (redirect(NORM, "/tmp/x.safetensors"), "is not a file name in that folder"),
-    (redirect(NORM, "sub/../x.safetensors"), "is not a file name in that folder"),
-    (redirect(NORM, ".."), "safetensors"),
-    (redirect(NORM, ""), "safetensors"),
-    (redirect(NORM, "a\0.safetensors"), "safetensors"),
-    (redirect(NORM, "none.safetensors"), "none.safetensors"),
-    (redirect(NORM, "pytorch_model.bin"), "only .safetensors files are supported"),
-    (redirect(NORM, 3), "no weight_map"),
-    (redirect(NORM, ["a"]), "no weight_map"),
-    (
-      redirect("not.there", "model-00001-of-00004.safetensors"),
-      "lists not.there in model-00001-of-00004",
-    ),
-    (redirect(NORM, "\n.safetensors"), ""),
-    (with_index("[1]"), "holds list, not an object"),
-    (with_index("{"), "is not valid JSON"),
-    (with_index({}), "no weight_map"),
-    (with_index({"weight_map": [1]}), "no weight_map"),
-    (with_index({"weight_map": {}}), "no weight_map"),
-    (with_index("[" * 10**5), "is not valid JSON"),
-  ],
-  ids=[
-    "up",
-    "up-and-down",
-    "absolute",
-    "absolute-safetensors",
-    "through-a-folder",
-    "parent",
-    "empty",
-    "nul",
-    "missing",
-    "bin",
-    "number",
-    "list",
-    "false-promise",
-    "newline",
-    "index-list",
-    "index-broken",
-    "index-empty",
-    "map-list",
-    "map-empty",
-    "index-deep",
-  ],
-)
-def test_hostile_indexes(change, message, shards):
+# By name: what becomes of the index, and the message.
+INDEXES = {
+  "up": (redirect(NORM, "../secret.safetensors"), "is not a file name in that folder"),
+  "up and down": (redirect(NORM, "../../home/secret.safetensors"), "is not a file name in that"),
+  "absolute": (redirect(NORM, "/etc/passwd"), "safetensors"),
+  "absolute safetensors": (redirect(NORM, "/tmp/x.safetensors"), "is not a file name in that"),
+  "through a folder": (redirect(NORM, "sub/../x.safetensors"), "is not a file name in that folder"),
+  "parent": (redirect(NORM, ".."), "safetensors"),
+  "empty": (redirect(NORM, ""), "safetensors"),
+  "nul": (redirect(NORM, "a\0.safetensors"), "safetensors"),
+  "missing": (redirect(NORM, "none.safetensors"), "none.safetensors"),
+  "bin": (redirect(NORM, "pytorch_model.bin"), "only .safetensors files are supported"),
+  "number": (redirect(NORM, 3), "no weight_map"),
+  "list": (redirect(NORM, ["a"]), "no weight_map"),
+  "false promise": (
+    redirect("not.there", "model-00001-of-00004.safetensors"),
+    "lists not.there in model-00001-of-00004",
+  ),
+  "newline": (redirect(NORM, "\n.safetensors"), ""),
+  "index list": (with_index("[1]"), "holds list, not an object"),
+  "index broken": (with_index("{"), "is not valid JSON"),
+  "index empty": (with_index({}), "no weight_map"),
+  "map list": (with_index({"weight_map": [1]}), "no weight_map"),
+  "map empty": (with_index({"weight_map": {}}), "no weight_map"),
+  "index deep": (with_index("[" * 10**5), "is not valid JSON"),
+  "index not utf-8": (
+    with_index(b'{"weight_map": {"\xff": "a.safetensors"}}'),
+    "is not valid JSON",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_hostile_indexes(name, shards):
+  change, message = INDEXES[name]
   put_secret_beside(shards)
   files = len(list(shards.glob("*.safetensors")))
   first_shard(shards).rename(shards / f"model-00001-of-{files:05d}.safetensors")
   change(shards)
   line = rejection(shards)
   assert message in line, line
-
-
-def test_an_index_that_is_not_utf8(shards):
-  (shards / INDEX).write_bytes(b'{"weight_map": {"\xff": "a.safetensors"}}')
-  assert "is not valid JSON" in rejection(shards)
 
 
 def test_a_tensor_in_two_shards(shards):
