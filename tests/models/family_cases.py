@@ -10,6 +10,8 @@ LLAMA3 = {
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 WIDE = {"hidden_size": 64, **NO_TOKENS}  # heads of 16, as the kernels for pages need
 FAMILY_CASES = {
+  "qwen2": {},
+  "qwen2-untied": {"tie_word_embeddings": False},
   "qwen3": {"model_type": "qwen3", "head_dim": 16},
   "qwen3-biases": {
     "model_type": "qwen3",

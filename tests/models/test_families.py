@@ -1,4 +1,4 @@
-"""Every family but Qwen2: the same numbers, files and settings as in transformers."""
+"""Every family: the same numbers, files and settings as in transformers."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from hf_folders import (
 )
 from meshes import mesh_of
 
-from gtpo_jax.models import PRESETS, Transformer, load, save, save_adapter
+from gtpo_jax.models import PRESETS, Transformer, abstract_params, load, save, save_adapter
 from gtpo_jax.models.attention.rope_scaling import Llama3Scaling
 from gtpo_jax.models.config import LORA_TARGETS
 from gtpo_jax.models.hf.config_json import read_config, to_hf_config
@@ -38,6 +38,13 @@ from gtpo_jax.sampling.settings import EngineConfig
 
 PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
 PUBLISHED = {  # numbers of parameters, as on the models' pages
+  "qwen2.5-0.5b": 494_032_768,
+  "qwen2.5-1.5b": 1_543_714_304,
+  "qwen2.5-3b": 3_085_938_688,
+  "qwen2.5-7b": 7_615_616_512,
+  "qwen2.5-14b": 14_770_033_664,
+  "qwen2.5-32b": 32_763_876_352,
+  "qwen2.5-72b": 72_706_203_648,
   "qwen3-0.6b": 596_049_920,
   "qwen3-1.7b": 1_720_574_976,
   "qwen3-4b": 4_022_468_096,
@@ -111,7 +118,7 @@ def test_bfloat16_logits_are_near(case):
 @pytest.mark.parametrize(
   ("name", "attention"),
   [
-    *((name, "xla") for name in ("qwen3", *NEWER)),
+    *((name, "xla") for name in ("qwen2", "qwen3", *NEWER)),
     *((name, "triton") for name in ("gemma3", "qwen3_5")),
     *((name, "xla") for name in ("qwen2_moe", "olmoe")),
     ("qwen3_moe", "triton"),
@@ -277,7 +284,9 @@ def test_a_family_cannot_have_features_of_another(changes, message):
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_preset_has_the_published_tensors(preset):
-  shapes = hf_shapes(Transformer(PRESETS[preset], single_device_mesh()))
+  model = Transformer(PRESETS[preset], single_device_mesh())
+  shapes = hf_shapes(model)
   assert sum(int(np.prod(shape)) for shape in shapes.values()) == PUBLISHED[preset]
+  assert sum(x.size for x in jax.tree.leaves(abstract_params(model))) == PUBLISHED[preset]
   norms = any(name.endswith("self_attn.q_norm.weight") for name in shapes)
   assert norms == preset.startswith(("qwen3", "gemma", "olmo"))

@@ -5,7 +5,6 @@ import threading
 import jax
 import numpy as np
 import pytest
-from live_server import make_folder
 from meshes import mesh_of
 from toys import TOY
 
@@ -175,8 +174,7 @@ def test_a_failure_ends_what_runs_and_nothing_else(alone, capfd):
   assert "generation failed" in capfd.readouterr().err
 
 
-def test_lengths_follow_the_context_and_the_memory(tmp_path, monkeypatch):
-  folder = make_folder(tmp_path / "small")
+def test_lengths_follow_the_context_and_the_memory(folder, monkeypatch):
   context = read_config(folder, "float32").max_length
 
   def lengths(**limits):

@@ -10,7 +10,7 @@ import httpx2
 import jax
 import numpy as np
 import pytest
-from live_server import make_folder, running
+from live_server import running
 
 from gtpo_jax.models import load
 
@@ -26,11 +26,6 @@ def client_library():
   """Imports openai, which takes a second that other processes of a parallel run need not spend."""
   global openai
   import openai
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-  return make_folder(tmp_path_factory.mktemp("serving") / "small")
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +49,6 @@ def reference(folder):
     return np.asarray(forward(128, padded))[0, : len(ids)]
 
   return log_probs
-
-
-def ids_of(answer):
-  return answer.prompt_token_ids + answer.choices[0].token_ids
 
 
 @pytest.mark.parametrize("settings", FILTERS)

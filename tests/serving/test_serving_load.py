@@ -9,7 +9,7 @@ import time
 
 import httpx2
 import pytest
-from live_server import make_folder, running
+from live_server import running
 
 pytestmark = pytest.mark.manual
 
@@ -21,8 +21,7 @@ MORE_MEMORY = 64 << 20  # bytes that may be kept after the first half of the req
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory):
-  folder = make_folder(tmp_path_factory.mktemp("load") / "small")
+def live(folder):
   with running(folder, slots=32) as server:
     yield server
 

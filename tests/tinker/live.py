@@ -5,23 +5,17 @@ import contextlib
 import gc
 import importlib.util
 import os
-import threading
 import time
 
-import jax
 import numpy as np
 import pytest
+from served import in_a_thread
 
 from gtpo_jax.cli.tinker import OpenedTinker, TinkerOptions
-from gtpo_jax.config import Config, ModelSection
-from gtpo_jax.models import init_params, save
 from gtpo_jax.rollout.policies import ServingLimits
-from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.serving.http import listen, make_server
 
-LOGIT_SCALE = 4  # of the random weights, so that distributions are peaked
 KEY = "tml-test"
-SERVERS = []  # the threads of those that run
+SERVERS = []  # those that run
 
 
 def need_client():
@@ -35,15 +29,6 @@ def need_client():
   return tinker
 
 
-def make_folder(folder):
-  """Writes a Hugging Face folder with random weights and this package's tokenizer."""
-  worker = RolloutWorker(Config(model=ModelSection(preset="tiny", compute_dtype="float32")))
-  params = init_params(worker.model, jax.random.key(0))
-  params = jax.tree.map(lambda x: x * LOGIT_SCALE, params)
-  save(worker.model, params, worker.chat.tokenizer, folder, dtype="float32")
-  return folder
-
-
 def options_for(model, workdir, **more):
   """TinkerOptions of a small server."""
   limits = ServingLimits(64, 32, "float32", slots=8)
@@ -55,20 +40,14 @@ def options_for(model, workdir, **more):
 def running(options, secret=""):
   """Runs a server; yields its address and what was opened."""
   opened = OpenedTinker(options, secret)
-  listener = listen("127.0.0.1", options.port if options.port != 8000 else 0)
-  server = make_server(opened.app.asgi)
-  thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-  thread.start()
-  SERVERS.append(thread)
+  port = options.port if options.port != 8000 else 0
+  SERVERS.append(opened)
   try:
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}", opened
+    with in_a_thread(opened.app.asgi, port, force=True) as port:
+      yield f"http://127.0.0.1:{port}", opened
   finally:
-    server.should_exit = True
-    server.force_exit = True
-    thread.join()
     opened.close()
-    listener.close()
-    SERVERS.remove(thread)
+    SERVERS.remove(opened)
     if not SERVERS:
       abort_connections()
 

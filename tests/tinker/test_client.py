@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from live import KEY, connected, make_folder, need_client, options_for, running, sampled, supervised
+from live import KEY, connected, need_client, options_for, running, sampled, supervised
 
 from gtpo_jax.algorithms import make as make_algorithm
 from gtpo_jax.cli.export import export_policy
@@ -24,11 +24,6 @@ pytestmark = pytest.mark.filterwarnings(
 PROMPT = [5, 6, 7, 8]
 TEXT = [3, 9, 4, 12, 5, 30, 31]
 WEIGHTS = [0, 0, 1, 1, 1, 1]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return make_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

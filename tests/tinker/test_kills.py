@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command_line import free_port
 from killed_server import PLACES
-from live import abort_connections, make_folder, need_client, sampled
+from live import abort_connections, need_client, sampled
 
 import gtpo_jax
 
@@ -32,11 +32,6 @@ STEPS = 3
 PACKAGES = os.pathsep.join(
   filter(None, [str(Path(gtpo_jax.__file__).parents[1]), os.environ.get("PYTHONPATH")])
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return make_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 class Server:

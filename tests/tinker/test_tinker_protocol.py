@@ -9,18 +9,13 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
-from live import make_folder, options_for, running
+from live import options_for, running
 
 from gtpo_jax.tinker.schema import CLASSES, FLOAT32, INT64
 
 FUZZED = 150
 FUZZED_S = 600.0
 POLLS = 6  # for a result, each of at most half a minute
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return make_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

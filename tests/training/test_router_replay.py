@@ -84,17 +84,17 @@ def test_replayed_choices_decide_what_the_trainer_computes(monkeypatch):
   other = perturbed(params)
   weights = jnp.where(mask, jax.random.normal(jax.random.key(1), mask.shape), 0)
 
-  def scores(model, replays=True):
+  def scores(model):
     def loss(params):
-      log_probs, _, router = scored(model, params, rollouts, replays)
+      log_probs, _, router = scored(model, params, rollouts)
       return (weights * log_probs).sum(), (log_probs, router)
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(other)
 
   (value, (replayed, router)), slope = scores(model_of())
   assert 0.05 < np.asarray(router.any_differs)[mask].mean() < 0.95
-  (_, (own, compared)), _ = scores(model_of(router_replay=False))
-  (_, (unrecorded, _)), _ = scores(model_of(), False)
+  own, _, compared = scored(model_of(router_replay=False), other, rollouts)
+  unrecorded, _, _ = scored(model_of(), other, rollouts, False)
   np.testing.assert_array_equal(own, unrecorded)
   assert np.asarray(compared.any_differs)[mask].mean() > 0
   error = lambda x: np.abs(np.asarray(x) - rollouts.log_probs)[mask].mean()

@@ -21,8 +21,6 @@ from gtpo_jax.models.hf.config_json import describe_unused_keys, read_config
 from gtpo_jax.models.hf.known_keys import unused_keys
 from gtpo_jax.runtime.errors import UserError
 
-CASES = {"qwen2": {}, "qwen2-untied": {"tie_word_embeddings": False}, **FAMILY_CASES}
-
 
 def transformers_logits(folder):
   """Returns the logits of the folder in transformers; None if it refuses the folder."""
@@ -73,7 +71,7 @@ def test_every_setting_of_transformers_is_known():
     kind = getattr(transformers, family.architecture).config_class
     fields = {field.name: "x" for field in dataclasses.fields(kind)}
     assert unused_keys(fields, family) == [], name
-  for name, changes in CASES.items():
+  for name, changes in FAMILY_CASES.items():
     assert describe_unused_keys(hf_folder(**changes)[0]) == "", name
 
 
@@ -172,13 +170,13 @@ def check_mutation(folder, original, draw):
   ("name", "count"),
   [
     ("qwen2", 10),
-    *(pytest.param(name, 10, marks=pytest.mark.slow) for name in CASES if name != "qwen2"),
-    *(pytest.param(name, 200, marks=pytest.mark.manual) for name in CASES),
+    *(pytest.param(name, 10, marks=pytest.mark.slow) for name in FAMILY_CASES if name != "qwen2"),
+    *(pytest.param(name, 200, marks=pytest.mark.manual) for name in FAMILY_CASES),
   ],
 )
 def test_a_changed_config_is_read_as_by_transformers_or_refused_by_name(name, count, tmp_path):
   folder = tmp_path / "hf"
-  shutil.copytree(hf_folder(**CASES[name])[0], folder)
+  shutil.copytree(hf_folder(**FAMILY_CASES[name])[0], folder)
   shutil.copytree(TOKENIZER_DIR, folder, dirs_exist_ok=True)
   original = (folder / "config.json").read_text()
 
