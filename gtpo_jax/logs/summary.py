@@ -15,7 +15,7 @@ from gtpo_jax.rollout.worker import RolloutWorker
 
 Row = Mapping[str, Any]  # one object of metrics.jsonl
 FEW_MIXED = 0.1  # share of mixed groups below which a run is warned
-MUCH = 0.2  # by which greedy completions are more accurate than sampled ones
+MUCH = 0.2  # by which greedy completions are more accurate than sampled ones; share cut off
 EASIER = (
   "use easier problems, a larger batch.group, another data.template or data.system, or a "
   "longer warm start from demonstrations (warm_start.steps)"
@@ -84,7 +84,7 @@ def describe_evaluation(
 
 
 def describe_forecast(
-  config: Config, share: float, most: float, accuracy: float, greedy: float
+  config: Config, share: float, most: float, accuracy: float, greedy: float, cut_off: float
 ) -> str:
   """Returns one line about how many groups will be mixed; a warning with advice if they are few.
 
@@ -94,6 +94,7 @@ def describe_forecast(
     most: from `most_mixed`.
     accuracy: mean@n of the same evaluation.
     greedy: the accuracy of its greedy completions.
+    cut_off: the share of its completions that were cut off.
   """
   group = config.batch.group
   if share >= FEW_MIXED:
@@ -103,6 +104,8 @@ def describe_forecast(
   advice = HARDER if accuracy > 0.5 else EASIER
   if greedy - accuracy > MUCH:
     advice = f"greedy decoding is right in {greedy:.0%}, so lower sampling.temperature, or {advice}"
+  if cut_off > MUCH:
+    advice = f"{cut_off:.0%} are cut off, so raise sampling.max_tokens, or {advice}"
   return (
     f"warning: about {share:.1%} of the groups of {group} (at most {most:.0%}) will have both "
     f"correct and wrong completions, and the others have nothing to compare: {advice}"

@@ -92,8 +92,10 @@ class Evaluations:
     if MIXED in metrics:
       accuracy = evaluated_accuracy(metrics)
       greedy = metrics[f"eval/{eval_label(config)}/greedy"]
+      cut_off = 1 - evaluation.sampled.finished.mean()
       most = most_mixed(accuracy, problems * config.eval.samples, config.batch.group)
-      self._display.say(describe_forecast(config, metrics[MIXED], most, accuracy, greedy))
+      forecast = describe_forecast(config, metrics[MIXED], most, accuracy, greedy, cut_off)
+      self._display.say(forecast)
     if config.checkpoint.best and evaluated_accuracy(metrics) > self._best_so_far():
       best = Checkpoints(self._folder / "best", keep=1)
       best.save_params(state.params, step)

@@ -66,8 +66,8 @@ def test_there_is_none_without_correctness_or_if_it_would_mean_something_else():
 
 def test_the_lines():
   config = freeze(CONFIG | {"batch": {"group": 8}})
-  say = lambda share, accuracy=0.2, greedy=0.3: describe_forecast(
-    config, share, 0.37, accuracy, greedy
+  say = lambda share, accuracy=0.2, greedy=0.3, cut_off=0.2: describe_forecast(
+    config, share, 0.37, accuracy, greedy, cut_off
   )
   assert say(0.341) == "about 34% of the groups of 8 will have both correct and wrong completions"
   assert say(0.1) == "about 10% of the groups of 8 will have both correct and wrong completions"
@@ -82,6 +82,9 @@ def test_the_lines():
   assert "about 0.0% of the groups of 8 (at most 37%)" in say(0.0, 0.0)
   assert "compare: greedy decoding is right in 38%, so lower sampling.temperature, or use" in say(
     0.0, 0.0, 0.38
+  )
+  assert "compare: 94% are cut off, so raise sampling.max_tokens, or use easier" in say(
+    0.0, cut_off=0.9375
   )
 
 
@@ -112,7 +115,8 @@ def test_a_run_prints_and_logs_it(finished_run):
   share = base["groups/mixed_expected"]
   assert 0 <= share <= 1 and not any("groups/mixed_expected" in row for row in others)
   (line,) = said_about_groups(printed)
-  accuracies = (base["eval/sums/mean@2"], base["eval/sums/greedy"])
+  (evaluation, *_) = read_jsonl(workdir / "evaluations.jsonl")
+  accuracies = (base["eval/sums/mean@2"], base["eval/sums/greedy"], evaluation["eval/sums/cut_off"])
   most = most_mixed(accuracies[0], config.eval.problems * 2, config.batch.group)
   assert describe_forecast(config, share, most, *accuracies) in line
   positions = [printed.index(text) for text in ("held-out pass@1", line, "step 1")]
