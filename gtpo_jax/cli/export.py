@@ -262,13 +262,16 @@ def model_card(
 
 
 def _header(name: str, base: str, library: str) -> str:
-  """Returns the YAML header with the metadata for the Hugging Face hub."""
+  """Returns the YAML header with the metadata for the Hugging Face hub.
+
+  The hub refuses a card whose base model is a path (https://github.com/huggingface/trl/issues/1873).
+  """
   fields = {
     "library_name": library,
     "pipeline_tag": "text-generation",
     "tags": ["gtpo_jax", name, "reinforcement-learning"],
   }
-  if base:
+  if base and not os.path.isabs(base):
     fields["base_model"] = base
   return "\n".join(
     ["---", *(f"{key}: {json.dumps(value)}" for key, value in fields.items()), "---"]
