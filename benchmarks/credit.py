@@ -16,9 +16,9 @@ numbers whenever it runs on the same kind of CPU.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
-from pathlib import Path
 from typing import Any
 
 from gtpo_jax.runtime.startup import prepare_jax
@@ -28,17 +28,13 @@ if hasattr(os, "sched_setaffinity"):
   os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 prepare_jax()  # before JAX is imported
 
-from credit_arms import ARMS, BASELINE, opened
+from credit_arms import ARMS, BASELINE, open_base, opened
 from credit_probe import probe
 from credit_tables import draw_probes, draw_training, of_kind, probe_tables, training_tables
 from credit_training import train_arm
-from study import Cells, slug
+from study import Cells, names_of, run_stages, slug, study_parser
 
 from gtpo_jax.config import Config, load
-from gtpo_jax.logs.display import Display
-from gtpo_jax.models.params import Params
-from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.warm_start import base_model
 
 
 def forks(task: str, filler: int) -> tuple[str, list[str]]:
@@ -88,26 +84,17 @@ STAGES = ("probe", "train", "tables")
 
 def parse_args() -> argparse.Namespace:
   """Returns the options, and exits if one names something that does not exist."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", type=Path, required=True)
-  parser.add_argument("--bases", default=",".join(BASES))
-  parser.add_argument("--stages", default=",".join(STAGES))
+  parser = study_parser(__doc__, STAGES)
+  parser.add_argument("--bases", type=names_of(BASES), default=list(BASES))
   parser.add_argument("--batches", type=int, default=12, help="batches of the probe, per base")
   parser.add_argument("--reference", type=int, default=48, help="batches of the true gradient")
-  parser.add_argument("--train-bases", default=",".join(TRAIN_BASES), help="bases to train from")
-  parser.add_argument("--arms", default="", help="arms to train, separated by ;")
+  parser.add_argument(
+    "--train-bases", type=names_of(BASES), default=TRAIN_BASES, help="bases to train from"
+  )
+  parser.add_argument("--arms", type=names_of(ARMS, ";"), help="arms to train, separated by ;")
   parser.add_argument("--seeds", default="0,1,2,3,4")
   parser.add_argument("--steps", default="12,100", help="steps of the training runs")
-  args = parser.parse_args()
-  for option, values, valid in (
-    ("bases", args.bases.split(","), BASES),
-    ("train-bases", args.train_bases.split(","), BASES),
-    ("stages", args.stages.split(","), STAGES),
-    ("arms", args.arms.split(";") if args.arms else (), ARMS),
-  ):
-    if unknown := set(values) - set(valid):
-      parser.error(f"--{option}: {sorted(unknown)[0]!r} is not one of {', '.join(valid)}")
-  return args
+  return parser.parse_args()
 
 
 def config_of(base: str) -> Config:
@@ -116,16 +103,9 @@ def config_of(base: str) -> Config:
   return load(file, [*overrides, "--config.log.tensorboard=False"])
 
 
-def open_base(out: Path, base: str, worker: RolloutWorker, config: Config) -> Params:
-  """Returns the parameters of a base model, which is trained if OUT does not have it."""
-  folder = out / f"base-{base}"
-  folder.mkdir(parents=True, exist_ok=True)
-  return base_model(config, worker, folder, Display(enabled=False), lambda: False)
-
-
 def run_probes(args: argparse.Namespace, cells: Cells) -> None:
   """Probes the base models, with all arms."""
-  for base in args.bases.split(","):
+  for base in args.bases:
 
     def make(base: str = base) -> dict[str, Any]:
       config = config_of(base)
@@ -141,8 +121,8 @@ def run_training(args: argparse.Namespace, cells: Cells) -> None:
   """Trains all arms of a seed before the next seed."""
   seeds = [int(seed) for seed in args.seeds.split(",")]
   lengths = [int(steps) for steps in args.steps.split(",")]
-  for steps, base in itertools.product(lengths, args.train_bases.split(",")):
-    arms = args.arms.split(";") if args.arms else TRAINED.get(steps, {}).get(base, MAIN_ARMS)
+  for steps, base in itertools.product(lengths, args.train_bases):
+    arms = args.arms or TRAINED.get(steps, {}).get(base, MAIN_ARMS)
     config = config_of(base)
     with opened(config) as (worker, rewards):
       for seed, arm in itertools.product(seeds, arms):
@@ -170,14 +150,12 @@ def show_results(cells: Cells) -> None:
 
 def main() -> None:
   args = parse_args()
-  cells = Cells(args.out)
-  stages = args.stages.split(",")
-  if "probe" in stages:
-    run_probes(args, cells)
-  if "train" in stages:
-    run_training(args, cells)
-  if "tables" in stages:
-    show_results(cells)
+  stages = {
+    "probe": functools.partial(run_probes, args),
+    "train": functools.partial(run_training, args),
+    "tables": show_results,
+  }
+  run_stages(args, Cells(args.out), stages)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from gtpo_jax.algorithms.relative_entropy import COMPARE, ShapedRewards, relativ
 from gtpo_jax.arrays import Rollouts, Signals
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
+from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
@@ -27,6 +29,7 @@ from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.token_truth import decides
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.warm_start import base_model
 
 # All arms sample the same way, normalise over the group and average over tokens.
 EQUAL = {"loss_aggregation": "token", "dynamic_sampling": False}
@@ -56,6 +59,19 @@ def opened(config: Config) -> Iterator[tuple[RolloutWorker, RewardManager]]:
   """Yields the worker and the reward manager of a config."""
   with contextlib.closing(RewardManager(config)) as rewards:
     yield RolloutWorker(config), rewards
+
+
+@functools.cache
+def shared_worker(config: Config) -> RolloutWorker:
+  """Returns the worker of all runs with a config, so that its programs are compiled once."""
+  return RolloutWorker(config)
+
+
+def open_base(out: Path, name: str, worker: RolloutWorker, config: Config) -> Params:
+  """Returns the parameters of a base model, which is trained if OUT does not have it."""
+  folder = out / f"base-{name}"
+  folder.mkdir(parents=True, exist_ok=True)
+  return base_model(config, worker, folder, Display(enabled=False), lambda: False)
 
 
 def collector_of(

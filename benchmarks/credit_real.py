@@ -15,10 +15,8 @@ a part runs on the same kind of CPU.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import subprocess
@@ -36,13 +34,23 @@ if __name__ == "__main__" and hasattr(os, "sched_setaffinity"):
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
 prepare_jax()  # before JAX is imported
 
-from credit_arms import PROBED, REAL_ARMS, TRAINED, Arm, ArmBatch, collector_of, next_batch, opened
+from credit_arms import (
+  PROBED,
+  REAL_ARMS,
+  TRAINED,
+  Arm,
+  ArmBatch,
+  collector_of,
+  next_batch,
+  opened,
+  shared_worker,
+)
 from credit_probe import make_gradients
 from credit_sketch import Sketches, probe_result, sketch, sketch_batch
 from credit_tables import draw_probes, draw_real_training, of_kind, real_tables
 from credit_tasks import TASKS, config_of, write_problems
 from credit_training import Sizes, batch_scores, evaluate, train_real
-from study import Cells, slug
+from study import Cells, run_stages, slug, study_parser
 
 from gtpo_jax.config import Config
 from gtpo_jax.models.params import Params
@@ -57,21 +65,6 @@ SEEDS = 5
 PROBE_PROMPTS = 16  # of a batch of the probe; a group has 8 completions, as in training
 COMPARED = 12  # batches of the probe on which the arms are compared
 REFERENCE = 24  # further batches of the true gradient
-
-
-def parse_args() -> argparse.Namespace:
-  """Returns the options, and exits if one names something that does not exist."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", type=Path, required=True)
-  parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/credit_real")
-  parser.add_argument("--stages", default=",".join(STAGES))
-  parser.add_argument("--cells", default="*", help="patterns of the names to compute")
-  parser.add_argument("--budget_minutes", type=float, default=float("inf"))
-  parser.add_argument("--share", help="I/N: train only every N-th run, from the I-th, on one core")
-  args = parser.parse_args()
-  if unknown := set(args.stages.split(",")) - set(STAGES):
-    parser.error(f"--stages: {sorted(unknown)[0]!r} is not one of {', '.join(STAGES)}")
-  return args
 
 
 def run_base(cells: Cells) -> None:
@@ -179,19 +172,13 @@ def train_cell(
   """Returns the result of one run, or None if it may not be computed now."""
 
   def make() -> dict[str, Any]:
-    worker = shared_worker(task, cells.out)
+    worker = shared_worker(config_of(task, cells.out))
     with contextlib.closing(RewardManager(config)) as rewards:
       params = initial_params(config, worker)
       return train_real(config, worker, rewards, params, REAL_ARMS[arm], sizes)
 
   settings = {"task": task, "arm": arm, "seed": config.seed, **dataclasses.asdict(sizes)}
   return cells.compute(name, {**settings, **settings_of(config)}, make)
-
-
-@functools.cache
-def shared_worker(task: str, out: Path) -> RolloutWorker:
-  """Returns the worker of all runs of a task, so that its programs are compiled once."""
-  return RolloutWorker(config_of(task, out))
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -219,26 +206,17 @@ def show_results(cells: Cells) -> None:
 
 
 def main() -> None:
-  args = parse_args()
-  cells = Cells(args.out, args.results, args.cells.split(","), 60 * args.budget_minutes)
+  parser = study_parser(__doc__, STAGES, ROOT / "benchmarks/results/credit_real")
+  parser.add_argument("--share", help="I/N: train only every N-th run, from the I-th, on one core")
+  args = parser.parse_args()
+  cells = Cells.of(args)
   write_problems(cells.out)
-  stages = args.stages.split(",")
-  runs = {"base": run_base, "probe": run_probes}
-  for stage, run in runs.items():
-    if stage in stages:
-      run(cells)
-  if "train" in stages and (args.share or not hasattr(os, "sched_setaffinity")):
-    run_training(cells, args.share or "0/1")
-  elif "train" in stages:
-    train_on_each_core()
-  if "tables" in stages:
-    show_results(cells)
-  if cells.left:
-    print(f"{len(cells.left)} parts are left, the first is {cells.left[0]}", flush=True)
+  train = lambda cells: train_on_each_core()
+  if args.share or not hasattr(os, "sched_setaffinity"):
+    train = lambda cells: run_training(cells, args.share or "0/1")
+  stages = {"base": run_base, "probe": run_probes, "train": train, "tables": show_results}
+  run_stages(args, cells, stages)
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except UserError as error:
-    sys.exit(f"error: {error}")
+  main()

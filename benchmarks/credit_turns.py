@@ -13,7 +13,6 @@ uses one core, and gives the same digits whenever it runs on the same kind of CP
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -34,7 +33,7 @@ if __name__ == "__main__" and hasattr(os, "sched_setaffinity"):
 prepare_jax()  # before JAX is imported
 
 import numpy as np
-from credit_arms import Arm, collector_of
+from credit_arms import Arm, collector_of, open_base, shared_worker
 from credit_tables import by_training, of_kind
 from credit_training import Sizes, train_real
 from scipy import stats
@@ -46,20 +45,17 @@ from study import (
   mean_and_deviation,
   paired_difference,
   pass_by_problem,
+  run_stages,
   slug,
+  study_parser,
   table,
 )
 from turn_tasks import TURN_TASKS, config_of
 
 from gtpo_jax.logs.credit_scores import step_metrics
-from gtpo_jax.logs.display import Display
-from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.warm_start import base_model
 
-STAGES = ("train", "truth", "tables")
 SEEDS = 5
 SIZES = Sizes(steps=12, every=12, problems=32, samples=4)
 LAST_STEPS = 4
@@ -96,20 +92,6 @@ TRAINED = {
 HEADS = ("arm", "seeds", "steps 2 on", "difference, 95 % interval", "p, Holm", "last 4", "held out")
 
 
-def parse_args() -> argparse.Namespace:
-  """Returns the options, and exits if one names something that does not exist."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", type=Path, required=True)
-  parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/credit_turns")
-  parser.add_argument("--stages", default=",".join(STAGES))
-  parser.add_argument("--cells", default="*", help="patterns of the names to compute")
-  parser.add_argument("--budget_minutes", type=float, default=float("inf"))
-  args = parser.parse_args()
-  if unknown := set(args.stages.split(",")) - set(STAGES):
-    parser.error(f"--stages: {sorted(unknown)[0]!r} is not one of {', '.join(STAGES)}")
-  return args
-
-
 def run_training(cells: Cells) -> None:
   """Trains what has no result: all arms of a seed before the next seed, the longest task last."""
   pairs = [(task, arm) for task in TRAINED for arm in TRAINED[task] if task != LAST_TASK]
@@ -127,9 +109,9 @@ def run_training(cells: Cells) -> None:
 def train_cell(out: Path, task: str, arm: str, seed: int) -> dict[str, Any]:
   """Returns the result of one run."""
   config = config_of(task, TURN_ARMS[arm], seed)
-  worker = shared_worker(task)
+  worker = shared_worker(config_of(task, {}))
   with contextlib.closing(RewardManager(config)) as rewards:
-    params = open_base(out, task, worker)
+    params = open_base(out, task, worker, config_of(task, {}))
     arm = Arm(config.resolved_algorithm)
     return train_real(config, worker, rewards, params, arm, SIZES, minibatches=1)
 
@@ -149,7 +131,7 @@ def truth_cell(out: Path, task: str) -> dict[str, Any]:
   algorithms = {arm: config_of(task, TURN_ARMS[arm]).resolved_algorithm for arm in TRAINED[task]}
   found: dict[str, Any] = {arm: [] for arm in algorithms}
   with contextlib.closing(RewardManager(config)) as rewards:
-    params = open_base(out, task, worker)
+    params = open_base(out, task, worker, config_of(task, {}))
     collector = collector_of(config, worker, rewards)
     for _ in range(TRUTH_BATCHES):
       batch = collector.collect(params, 0, print)
@@ -157,20 +139,6 @@ def truth_cell(out: Path, task: str) -> dict[str, Any]:
         metrics = step_metrics(algorithm, batch)
         found[arm].append({key: x for key, x in metrics.items() if "/turn_" in key})
   return {"arms": found}
-
-
-@functools.cache
-def shared_worker(task: str) -> RolloutWorker:
-  """Returns the worker of all runs of a task, so that its programs are compiled once."""
-  return RolloutWorker(config_of(task, {}))
-
-
-def open_base(out: Path, task: str, worker: RolloutWorker) -> Params:
-  """Returns the parameters of a task's base model, which is trained if OUT does not have it."""
-  folder = out / f"base-{task}"
-  folder.mkdir(parents=True, exist_ok=True)
-  config = config_of(task, {})
-  return base_model(config, worker, folder, Display(enabled=False), lambda: False)
 
 
 def tables(tasks: dict[str, dict[str, Seeds]]) -> list[str]:
@@ -234,25 +202,21 @@ def accuracies(seeds: Seeds, first: int) -> list[float]:
   ]
 
 
+def show_results(cells: Cells) -> None:
+  """Prints the tables of all results, and draws the figure."""
+  found = by_training(cells.stored(), ("task",), TURN_ARMS)
+  tasks = {task: found[task,] for task in TURN_TASKS if (task,) in found}
+  print("\n".join([*tables(tasks), *truth_tables(of_kind(cells.stored(), "truth"))]))
+  draw_curves(tasks, {"accuracy": "right episodes"}, TURN_ARMS, cells.out / "turns.png")
+
+
+STAGES = {"train": run_training, "truth": run_truth, "tables": show_results}
+
+
 def main() -> None:
-  args = parse_args()
-  cells = Cells(args.out, args.results, args.cells.split(","), 60 * args.budget_minutes)
-  stages = args.stages.split(",")
-  if "train" in stages:
-    run_training(cells)
-  if "truth" in stages:
-    run_truth(cells)
-  if "tables" in stages:
-    found = by_training(cells.stored(), ("task",), TURN_ARMS)
-    tasks = {task: found[task,] for task in TURN_TASKS if (task,) in found}
-    print("\n".join([*tables(tasks), *truth_tables(of_kind(cells.stored(), "truth"))]))
-    draw_curves(tasks, {"accuracy": "right episodes"}, TURN_ARMS, cells.out / "turns.png")
-  if cells.left:
-    print(f"{len(cells.left)} parts are left, the first is {cells.left[0]}", flush=True)
+  args = study_parser(__doc__, STAGES, ROOT / "benchmarks/results/credit_turns").parse_args()
+  run_stages(args, Cells.of(args), STAGES)
 
 
 if __name__ == "__main__":
-  try:
-    main()
-  except UserError as error:
-    sys.exit(f"error: {error}")
+  main()

@@ -1,12 +1,14 @@
-"""What studies of several arms and seeds share: stored results, statistics, tables and curves."""
+"""What studies of several arms and seeds share: options, stored results, statistics, tables."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
@@ -37,6 +39,60 @@ COLORS = (
 )
 HEADS = ("arm", "seeds", "pass@1", "difference, 95 % interval", "p, Holm")
 HEADS = (*HEADS, "95 % interval over seeds", "pass@8")
+
+
+# --- the command line ---
+
+
+def names_of(valid: Iterable[str], separator: str = ",") -> Callable[[str], list[str]]:
+  """Returns a function that reads names of things that exist from the text of an option."""
+
+  def read(text: str) -> list[str]:
+    names = text.split(separator)
+    if unknown := set(names) - set(valid):
+      wrong = sorted(unknown)[0]
+      raise argparse.ArgumentTypeError(f"{wrong!r} is not one of {', '.join(valid)}")
+    return names
+
+  return read
+
+
+def study_parser(
+  doc: str, stages: Iterable[str], results: Path | None = None
+) -> argparse.ArgumentParser:
+  """Returns a parser of the options that studies share.
+
+  Args:
+    doc: the docstring of the script.
+    stages: what it can do.
+    results: where results of earlier sessions are. If it is given, there are options for the parts
+      to compute and for the time.
+  """
+  parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+  parser.add_argument("--out", type=Path, required=True)
+  parser.add_argument("--stages", type=names_of(stages), default=list(stages))
+  if results:
+    parser.add_argument("--results", type=Path, default=results)
+    parser.add_argument("--cells", default="*", help="patterns of the names to compute")
+    parser.add_argument("--budget_minutes", type=float, default=float("inf"))
+  return parser
+
+
+def run_stages(
+  args: argparse.Namespace, cells: Cells, stages: Mapping[str, Callable[[Cells], None]]
+) -> None:
+  """Runs the stages that were asked for, in their order, and says what is left to compute.
+
+  If one ends with a `UserError`, the program ends with its message.
+  """
+  try:
+    for name, run in stages.items():
+      if name in args.stages:
+        run(cells)
+  except UserError as error:
+    sys.exit(f"error: {error}")
+  if cells.left:
+    print(f"{len(cells.left)} parts are left, the first is {cells.left[0]}", flush=True)
 
 
 # --- stored results ---
@@ -78,6 +134,11 @@ class Cells:
     self._clock = clock
     self._end = clock() + budget_s
     self._longest: dict[str, float] = {}
+
+  @classmethod
+  def of(cls, args: argparse.Namespace) -> Cells:
+    """Returns the results that the options of `study_parser` with `results` name."""
+    return cls(args.out, args.results, args.cells.split(","), 60 * args.budget_minutes)
 
   def find(self, name: str, settings: Result) -> Result | None:
     """Returns a stored result, or None if there is none.
