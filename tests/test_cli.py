@@ -206,46 +206,6 @@ def test_doctor_names_what_the_sandbox_lacks(tmp_path):
   assert message in line
 
 
-@pytest.mark.slow
-def test_ctrl_c_saves_and_the_same_command_resumes(finished_run, tmp_path):
-  workdir = tmp_path / "run"
-  args = [
-    "train",
-    "--config=configs/tiny.py",
-    f"--workdir={workdir}",
-    "--config.steps=2000",
-    "--config.eval.every=0",
-    *SMALL,
-  ]
-  with (tmp_path / "out").open("w") as out:
-    process = subprocess.Popen(
-      quick_command_line(*args), cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT
-    )
-    try:
-      wait_for_step(workdir, 2, process)
-      process.send_signal(signal.SIGINT)
-      assert process.wait(timeout=60) == 130
-    finally:
-      process.kill()
-  text = (tmp_path / "out").read_text()
-  assert "stopped at step" in text
-  assert "saved" in text
-  resume = f"train --config=configs/tiny.py --workdir={workdir} --config.steps=2000"
-  assert "to resume: " in text and f"-m gtpo_jax {resume}" in text
-  steps = [
-    json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()
-  ]
-  assert steps == list(range(steps[-1] + 1))
-  assert steps[-1] >= 2
-
-  more = [arg.replace("steps=2000", f"steps={steps[-1] + 1}") for arg in args]
-  again = gtpo(*more)
-  assert again.returncode == 0, again.stdout + again.stderr
-  assert f"resumed at step {steps[-1]}" in again.stdout
-  lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  assert [json.loads(line)["step"] for line in lines] == list(range(steps[-1] + 2))
-
-
 @pytest.mark.manual
 def test_ctrl_c_on_a_terminal_says_that_the_run_will_be_saved(tmp_path):
   """The run's output is a pseudo-terminal.

@@ -3,7 +3,7 @@
 import jax
 
 from gtpo_jax.config import default_config, freeze
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import ModelConfig, Transformer, abstract_params, init_params
 from gtpo_jax.models.config import EXPERTS
 from gtpo_jax.models.hf.save import save
 from gtpo_jax.models.kinds import LayerKind, Mixture
@@ -89,6 +89,18 @@ def config_of(**changes):
 def small_run(**changes):
   """Returns the config of a small run on sums, with these values by dotted name."""
   return config_of(**{**SMALL_RUN, **changes})
+
+
+def strong(config, mesh=None, factor=4):
+  """Returns a model and random parameters times `factor`, so that distributions are peaked.
+
+  The parameters have the same values on every mesh.
+  """
+  alone = Transformer(config, single_device_mesh())
+  model = Transformer(config, mesh) if mesh else alone
+  params = init_params(alone, jax.random.key(0))
+  place = lambda x, like: jax.device_put(factor * x, like.sharding)
+  return model, jax.tree.map(place, params, abstract_params(model))
 
 
 def save_llama(folder, tokenizer):

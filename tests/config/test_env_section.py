@@ -22,6 +22,15 @@ def test_names_and_limits():
     ({"env": {"make": "guess"}}, "env.make must be named as module:class, got 'guess'"),
     ({"env": {"tools": "m:f,m:"}}, "env.tools must be named as module:function, or 'python', got"),
     ({"env": {"make": "m:C", "max_turns": 0}}, "env.max_turns must be at least 1, got 0"),
+    ({"env": {"make": "m:C", "parse_retries": -1}}, "env.parse_retries must be at least 0, got -1"),
+    (
+      {"env": {"make": "m:C", "step_timeout_s": float("nan")}},
+      "env.step_timeout_s must be above 0 and finite, got nan",
+    ),
+    (
+      {"env": {"make": "m:C", "role": "system"}},
+      "env.role must be one of tool, user, got 'system'",
+    ),
     ({"env": {"make": "m:C", "truncate": "mid"}}, "env.truncate must be one of middle, end, start"),
     ({"env": {"make": "m:C", "parser": "qwen"}}, "env.parser must be one of auto, hermes, llama3"),
     ({"env": {"make": "m:C"}, "data": {"chat": False}}, "env.make needs the chat template"),

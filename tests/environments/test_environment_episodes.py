@@ -11,6 +11,7 @@ import time
 
 import pytest
 from families import family
+from own_environments import add
 
 from gtpo_jax.environments.environment import add_to_prompt
 from gtpo_jax.environments.environment_episode import Environments
@@ -23,16 +24,6 @@ from gtpo_jax.runtime.errors import UserError
 GROUP = (0, 3)
 SEED = 5
 LEFT = 500
-
-
-def add(a: int, b: int) -> int:
-  """Adds.
-
-  Args:
-    a: a number.
-    b: another.
-  """
-  return a + b
 
 
 async def slow_add(a: int, b: int) -> int:
@@ -534,22 +525,6 @@ def test_a_turn_must_be_expected():
   play.say("11")
   with pytest.raises(ValueError, match=r"completion 0 of \(0, 3\) waits for no turn"):
     play.say("11")
-
-
-@pytest.mark.parametrize(
-  ("name", "value", "error"),
-  [
-    ("max_turns", 0, "env.max_turns must be at least 1, got 0"),
-    ("parse_retries", -1, "env.parse_retries must be at least 0, got -1"),
-    ("step_timeout_s", float("nan"), "env.step_timeout_s must be above 0 and finite, got nan"),
-    ("truncate", "midle", "env.truncate must be one of middle, end, start, got 'midle', did you"),
-    ("role", "system", "env.role must be one of tool, user, got 'system'"),
-  ],
-)
-def test_limits_out_of_range(name, value, error):
-  with pytest.raises(UserError) as caught:
-    EpisodeLimits(**{name: value})
-  assert str(caught.value).startswith(error)
 
 
 def test_what_cannot_be_an_environment():

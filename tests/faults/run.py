@@ -1,9 +1,9 @@
 """`gtpo train` with a fault at a marked point: `python run.py ACTION:POINT:COUNT train ...`.
 
-The action is `kill` (SIGKILL), `term` (SIGTERM), `term2` (SIGTERM twice), or an XLA status such as
-RESOURCE_EXHAUSTED, which is raised as XLA would raise it. It happens when the program reaches POINT
-for the COUNTth time. The points are functions of the program that are wrapped here; the program
-itself has no code for faults. The event `-` does nothing.
+The action is `kill` (SIGKILL), `int` (SIGINT), `term` (SIGTERM), `term2` (SIGTERM twice), or an XLA
+status such as RESOURCE_EXHAUSTED, which is raised as XLA would raise it. It happens when the
+program reaches POINT for the COUNTth time. The points are functions of the program that are wrapped
+here; the program itself has no code for faults. The event `-` does nothing.
 """
 
 import os
@@ -82,7 +82,7 @@ def arm(action, count):
         return
       if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-      os.kill(os.getpid(), signal.SIGTERM)
+      os.kill(os.getpid(), signal.SIGINT if action == "int" else signal.SIGTERM)
       if action == "term2":
         time.sleep(0.2)  # the kernel merges equal signals that are still pending
         os.kill(os.getpid(), signal.SIGTERM)

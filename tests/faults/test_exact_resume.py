@@ -55,7 +55,7 @@ def test_a_run_killed_at_every_phase(kills, expected, tmp_path):
 @pytest.mark.parametrize(
   "events",
   [
-    pytest.param(["term:compile:1", "term:saving:1", "term:evaluation:1"], marks=pytest.mark.slow),
+    pytest.param(["term:compile:1", "int:saving:1", "term:evaluation:1"], marks=pytest.mark.slow),
     *(
       pytest.param([event], marks=pytest.mark.manual)
       for event in (
@@ -77,9 +77,12 @@ def test_a_run_asked_to_stop(expected, tmp_path, events):
   """One run is asked to stop at each point in turn."""
   for event in events:
     stopped = start(tmp_path / "run", event, SETTINGS)
-    assert stopped.returncode == 143, (event, stopped.returncode, stopped.stdout, stopped.stderr)
-    if event.startswith("term:"):
-      assert "to resume:" in stopped.stdout
+    status = 130 if event.startswith("int:") else 143
+    assert stopped.returncode == status, (event, stopped.returncode, stopped.stdout, stopped.stderr)
+    if not event.startswith("term2:"):
+      (line,) = [line for line in stopped.stdout.splitlines() if "to resume: " in line]
+      again = f"-m gtpo_jax train --config=configs/base.py --workdir={tmp_path / 'run'} --config."
+      assert again in line
       line = next(line for line in stopped.stdout.splitlines() if "stopped at step" in line)
       assert float(re.search(r"; saved (\d+\.\d) s after the signal$", line)[1]) < SPOT_GRACE_S
       saved = max(int(entry.name) for entry in (tmp_path / "run" / "checkpoints").iterdir())

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import mesh_of
-from toys import TOY_EXPERTS
+from toys import TOY_EXPERTS, strong
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Rewards, Signals
-from gtpo_jax.models import Transformer, init_params
+from gtpo_jax.models import Transformer
 from gtpo_jax.models.experts import module
 from gtpo_jax.models.kinds import LayerKind, Mixture
 from gtpo_jax.models.params import abstract_params
@@ -38,10 +38,7 @@ pytestmark = pytest.mark.devices
 
 def built(mesh, quantize=""):
   """The model, its parameters, and an engine on a mesh; the parameters are the same on each."""
-  model = Transformer(CONFIG, mesh)
-  params = init_params(Transformer(CONFIG, single_device_mesh()), jax.random.key(0))
-  put = lambda x, like: jax.device_put(3 * x, like.sharding)
-  params = jax.tree.map(put, params, abstract_params(model))
+  model, params = strong(CONFIG, mesh, 3)
   config = EngineConfig(chunk=4, weights_dtype=quantize)
   return model, params, Engine(model, (7, 11, 13, 17), 3, 6, T, engine_config=config)
 

@@ -1,5 +1,6 @@
 """The paged kernel and the writing of pages, compiled for TPUs that are not attached."""
 
+import dataclasses
 import re
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from plan_cases import needs_libtpu
+from toys import TOY
 
-from gtpo_jax.models import ModelConfig, Transformer
+from gtpo_jax.models import Transformer
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.kinds import LayerKind
 from gtpo_jax.planning.topology import compile_deviceless, topology_devices
@@ -37,17 +39,8 @@ def test_a_step_and_the_writing_of_a_chunk_compile_without_a_loop(
 ):
   devices, _ = topology_devices(topology)
   mesh = make_mesh(data=1, fsdp=-1, devices=devices)
-  config = ModelConfig(
-    vocab_size=48,
-    width=32,
-    layers=1,
-    heads=heads,
-    kv_heads=kv_heads,
-    head_dim=head_dim,
-    mlp=64,
-    compute_dtype="bfloat16",
-    **family,
-  )
+  sizes = {"layers": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+  config = dataclasses.replace(TOY, **sizes, compute_dtype="bfloat16", **family)
   model = Transformer(config, mesh)
   cache = PagedCache(model, dtype, PAGE, "pallas")
   shards = len(devices)

@@ -5,11 +5,9 @@ import functools
 import jax
 import numpy as np
 from scores import jitted_score
-from toys import TOY
+from toys import TOY, strong
 
-from gtpo_jax.models import Transformer, init_params
-from gtpo_jax.models.params import abstract_params
-from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
+from gtpo_jax.runtime.mesh import shard_batch
 from gtpo_jax.sampling.engine import DEFAULT_DEMAND, Engine
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
@@ -40,11 +38,7 @@ def build(
   The weights have the same values on every mesh. Tests that ask for the same engine share it and
   its programs.
   """
-  model = Transformer(config, mesh or single_device_mesh())
-  params = init_params(Transformer(config, single_device_mesh()), jax.random.key(0))
-  params = jax.tree.map(
-    lambda x, like: jax.device_put(x * logit_scale, like.sharding), params, abstract_params(model)
-  )
+  model, params = strong(config, mesh, logit_scale)
   engine = Engine(
     model,
     stop,

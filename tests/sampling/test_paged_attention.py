@@ -1,5 +1,6 @@
 """The kernels for TPU and GPU, interpreted, against attention over the positions of each slot."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import mesh_of
+from toys import TOY
 
-from gtpo_jax.models import ModelConfig, Transformer
+from gtpo_jax.models import Transformer
 from gtpo_jax.models.attention.rope import rope_angles, rotate_new
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.runtime.mesh import batch_shards, single_device_mesh
@@ -29,16 +31,9 @@ STEP = 5
 
 def case(heads, kv_heads, e, page=16, dtype=jnp.float32, int8=False, mesh=None):
   """A model, and the arguments of `paged_attention`: rows of three pages, equal on every shard."""
-  config = ModelConfig(
-    vocab_size=48,
-    width=32,
-    layers=1,
-    heads=heads,
-    kv_heads=kv_heads,
-    head_dim=e,
-    mlp=64,
-    matmul_precision="highest",  # otherwise GPUs multiply in TF32
-  )
+  sizes = {"layers": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": e}
+  # Otherwise GPUs multiply in TF32.
+  config = dataclasses.replace(TOY, **sizes, matmul_precision="highest")
   model = Transformer(config, mesh or single_device_mesh())
   shards = batch_shards(model.mesh)
   rng = np.random.default_rng(0)
@@ -270,7 +265,7 @@ def side_by_side(kv):
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_prompts_and_chunks_are_written_to_their_pages(dtype, mesh):
   """Two prompts of two pages, one with an unused first page; chunks that cross a page or do not."""
-  config = ModelConfig(vocab_size=48, width=32, layers=1, heads=4, kv_heads=2, head_dim=8, mlp=64)
+  config = dataclasses.replace(TOY, layers=1)
   model = Transformer(config, mesh_of(*mesh) if mesh else single_device_mesh())
   shards = batch_shards(model.mesh)
   cache = PagedCache(model, dtype, 4, "pallas")

@@ -2,20 +2,17 @@
 
 import threading
 
-import jax
 import numpy as np
 import pytest
 from meshes import mesh_of
-from toys import TOY
+from toys import TOY, strong
 
-from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.models.hf.config_json import read_config
-from gtpo_jax.models.params import abstract_params
 from gtpo_jax.rollout import worker
 from gtpo_jax.rollout.policies import ServingLimits, find_served
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import bytes_per_device, single_device_mesh
+from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.settings import Demand, EngineConfig
 from gtpo_jax.serving.generator import Full, Generator
@@ -24,7 +21,6 @@ from gtpo_jax.serving.jobs import Completion, ScoreJob
 pytestmark = pytest.mark.slow
 
 CONFIG = TOY
-LOGIT_SCALE = 4
 STOP = (7, 11)
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(12, 48, 1 + i * 5 % 23).tolist() for i in range(40)]
@@ -33,11 +29,7 @@ WAYS = [(1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.2, 0, 0.8
 
 def make_engine(attention="", mesh=None, slots=16, memory=None):
   """The same weights on any mesh."""
-  one = single_device_mesh()
-  model = Transformer(CONFIG, mesh or one)
-  params = init_params(Transformer(CONFIG, one), jax.random.key(0))
-  place = lambda x, like: jax.device_put(x * LOGIT_SCALE, like.sharding)
-  params = jax.tree.map(place, params, abstract_params(model))
+  model, params = strong(CONFIG, mesh)
   config = EngineConfig(slots=slots, chunk=4, attention=attention, page_size=16)
   demand = Demand(memory=memory, serves=True)
   engine = Engine(model, STOP, 3, 24, 40, engine_config=config, demand=demand)

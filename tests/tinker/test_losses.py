@@ -1,13 +1,15 @@
 """The gradients of all losses against jax.grad of the written sums, and torch's."""
 
+import dataclasses
 import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toys import TOY
 
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.config import Lora
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.runtime.mesh import single_device_mesh
@@ -17,10 +19,7 @@ from gtpo_jax.tinker.losses import SETTINGS, make_loss
 from gtpo_jax.tinker.training_programs import StepSettings, make_programs
 from gtpo_jax.tinker.wire import Datum
 
-CONFIG = ModelConfig(
-  vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64, lora=Lora(4)
-)
-MODEL = Transformer(CONFIG, single_device_mesh())
+MODEL = Transformer(dataclasses.replace(TOY, lora=Lora(4)), single_device_mesh())
 CONFIGS = {
   "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05},
   "cispo": {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5},

@@ -1,14 +1,17 @@
 """Three steps give the same losses and parameters on any mesh, in two processes and packed."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from command_line import run_connected
 from meshes import mesh_of
+from toys import TOY
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import shard_batch
 from gtpo_jax.training.packing import plan_rows
@@ -17,16 +20,7 @@ from gtpo_jax.training.update import UpdateSettings, make_update
 
 pytestmark = pytest.mark.devices
 
-CONFIG = ModelConfig(
-  vocab_size=64,
-  width=32,
-  layers=2,
-  heads=4,
-  kv_heads=2,
-  head_dim=8,
-  mlp=64,
-  matmul_precision="highest",
-)
+CONFIG = dataclasses.replace(TOY, vocab_size=64, matmul_precision="highest")
 N = 8
 G = 4
 P = 6

@@ -1,18 +1,21 @@
 """Imitation: maximum likelihood of a teacher's completions."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import mesh_of
+from toys import TOY
 from update_cases import largest_difference
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
-CONFIG = ModelConfig(vocab_size=48, width=32, layers=1, heads=4, kv_heads=2, head_dim=8, mlp=64)
+CONFIG = dataclasses.replace(TOY, layers=1)
 K = 2
 B = 4
 P = 3

@@ -8,24 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import mesh_of
+from toys import TOY, strong
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer
 from gtpo_jax.models.kinds import DELTA, DeltaSizes, LayerKind
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.training.packing import plan_rows
 
 N, G, P, T = 2, 4, 9, 70
-CONFIG = ModelConfig(
-  vocab_size=48,
-  width=32,
-  layers=2,
-  heads=4,
-  kv_heads=2,
-  head_dim=8,
-  mlp=48,
+CONFIG = dataclasses.replace(
+  TOY,
   model_type="qwen3_5_text",
   biases=(),
   rope_share=0.25,
@@ -38,10 +32,7 @@ CONFIG = ModelConfig(
 @functools.cache
 def built(mesh=None):
   """A model and its parameters, of the same values on every mesh."""
-  model = Transformer(CONFIG, mesh or single_device_mesh())
-  params = init_params(Transformer(CONFIG, single_device_mesh()), jax.random.key(0))
-  place = lambda x, like: jax.device_put(4 * x, like.sharding)
-  return model, jax.tree.map(place, params, abstract_params(model))
+  return strong(CONFIG, mesh)
 
 
 def inputs(seed=0):
