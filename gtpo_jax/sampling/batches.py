@@ -1,4 +1,4 @@
-"""The batches of a prefill: prompts, and prompts with completions that go on."""
+"""The batches of a prefill: prompts, and prompts with completions that are resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.schedule.scheduler import Scheduler
 
 # The most prompt tokens that a shard prefills at once. It bounds the memory of activations.
 PREFILL_TOKENS = 8192
@@ -18,26 +17,19 @@ PREFILL_TOKENS = 8192
 # tokens are worth a program of their own.
 ROW_FACTOR = 4
 LEAST_TOKENS = 256
-# Sequences with completions that go on are padded to one of these fractions of the longest one, or
-# to a half, a quarter ... of the shortest of these lengths.
+# Sequences with completions that are resumed are padded to one of these fractions of the longest,
+# or to a half, a quarter ... of the shortest of these lengths.
 SEQUENCE_FRACTIONS = (1.0, 0.5**0.5, 0.5, 0.5**1.5)
 SHORTEST_SEQUENCE = 32  # positions
 
-# Token ids, by the index of their prompt or sequence.
-TokenIds = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]
-# For each shard, pairs of an entry or slot, and of the index of a sequence.
-Assigned = list[list[tuple[int, int]]]
+NO_ROW = 2**30  # past the last row of every array, so that what is written there is dropped
 
-
-class Places(NamedTuple):
-  """Where a cache puts keys and values.
-
-  Both take the space, the assigned sequences, i32[shards, b / shards], the entry or slot of each
-  row, and the positions of a row; both return what `Cache.insert` expects.
-  """
-
-  of_prompts: Callable[[Any, Assigned, np.ndarray, int], np.ndarray]
-  of_completions: Callable[[Any, Assigned, np.ndarray, int], np.ndarray]
+# Token ids, by what their prompt or sequence is called.
+TokenIds = Sequence[Sequence[int]] | Mapping[Any, Sequence[int]]
+# For each shard, pairs of an entry or slot, and of what its sequence is called.
+Assigned = list[list[tuple[int, Any]]]
+# The same for each row of a batch; None for a row without a sequence.
+AssignedRows = Sequence[Sequence[tuple[int, Any] | None]]
 
 
 class RoutesRead(NamedTuple):
@@ -59,33 +51,6 @@ class RoutesRead(NamedTuple):
       yield name, routes[row, routes.shape[1] - lengths(name) :]
 
 
-def rows_of(assigned: Assigned, rows: int) -> list[tuple[int, int]]:
-  """Returns pairs of a row of a batch and the index of its sequence.
-
-  Args:
-    assigned: the sequences of each shard.
-    rows: per shard.
-  """
-  return [
-    (shard * rows + row, sequence)
-    for shard, pairs in enumerate(assigned)
-    for row, (_, sequence) in enumerate(pairs)
-  ]
-
-
-class PrefillShape(NamedTuple):
-  """The shapes of a prefill."""
-
-  width: int  # positions of a row
-  most: int  # entries or slots per shard
-  pad: int  # the padding id
-
-  @property
-  def rows(self) -> int:
-    """The rows per shard."""
-    return max(min(self.most, PREFILL_TOKENS // self.width), 1)
-
-
 def pad_prompts(ids: Sequence[Sequence[int]], width: int, pad: int) -> Prompts:
   """Pads prompts on the left to host arrays [n, width].
 
@@ -105,148 +70,34 @@ def pad_prompts(ids: Sequence[Sequence[int]], width: int, pad: int) -> Prompts:
   return Prompts(tokens, np.asarray([len(prompt) for prompt in ids], np.int32))
 
 
-def pad_prefill(
-  assigned: list[list[tuple[int, int]]],
-  prompts: TokenIds,
-  width: int,
-  rows: int,
-  entries: int,
-  pad: int,
-) -> tuple[Prompts, np.ndarray]:
-  """Builds one prefill batch of fixed shape from the scheduler's assignments.
+def rows_at_once(width: int, most: int) -> int:
+  """Returns how many of up to `most` rows of `width` positions a shard prefills at once."""
+  return max(min(most, PREFILL_TOKENS // width), 1)
+
+
+# For the (shard, entry) of a sequence, the pairs of others with the same tokens.
+Copies = dict[tuple[int, int], list[tuple[int, Any]]]
+
+
+def without_copies(assigned: Assigned, sequences: TokenIds) -> tuple[Assigned, Copies]:
+  """Returns the first pair with each sequence, by shard, and the pairs of the others.
 
   Args:
-    assigned: for each shard, the (entry, prompt) pairs to prefill; at most `rows`.
-    prompts: token ids of every prompt.
-    width: tokens per row, at least the length of the longest prompt.
-    rows: rows per shard; unused rows are padding.
-    entries: prompt cache entries per shard.
-    pad: the padding id.
-
-  Returns:
-    The prompts [shards * rows, width], and their entries i32[shards, rows]. The entry of an unused
-    row is `entries`, which is out of bounds, so its write is dropped.
-  """
-  ids: list[Sequence[int]] = []
-  entry_of_row: list[list[int]] = []
-  for pairs in assigned:
-    unused = rows - len(pairs)
-    ids += [prompts[prompt] for _, prompt in pairs] + [[pad]] * unused
-    entry_of_row.append([entry for entry, _ in pairs] + [entries] * unused)
-  return pad_prompts(ids, width, pad), np.asarray(entry_of_row, np.int32)
-
-
-def prefill_batch(
-  places: Places, scheduler: Scheduler, assigned: Assigned, prompts: TokenIds, shape: PrefillShape
-) -> tuple[Prompts, np.ndarray, np.ndarray]:
-  """Returns a batch of prompts, their entries i32[shards, b / shards], and their places.
-
-  Args:
-    places: of the cache.
-    scheduler: the schedule.
-    assigned: the (entry, prompt) pairs of each shard; without any, nothing is written.
-    prompts: the token ids of all prompts.
-    shape: that of the batch.
-  """
-  batch, entries = pad_prefill(assigned, prompts, shape.width, shape.rows, shape.most, shape.pad)
-  return batch, entries, places.of_prompts(scheduler.space, assigned, entries, shape.width)
-
-
-def resume_batch(
-  places: Places,
-  scheduler: Scheduler,
-  assigned: Assigned,
-  sequences: Sequence[Sequence[int]],
-  shape: PrefillShape,
-  rows: int,
-) -> tuple[Prompts, np.ndarray, tuple[np.ndarray, np.ndarray]]:
-  """Returns a batch of completions that go on, their slots i32[shards, b / shards], and places.
-
-  Args:
-    places: of the cache.
-    scheduler: the schedule.
-    assigned: the (slot, sequence) pairs of each shard; without any, nothing is written.
-    sequences: the token ids of prompts with their completions.
-    shape: that of the batch.
-    rows: the rows of the batch per shard.
-  """
-  batch, slots = pad_prefill(assigned, sequences, shape.width, rows, shape.most, shape.pad)
-  first = np.full_like(slots, shape.width)
-  for shard, pairs in enumerate(assigned):
-    for row, (slot, _) in enumerate(pairs):
-      first[shard, row] -= scheduler.slots.generated[shard * shape.most + slot]
-  where = places.of_completions(scheduler.space, assigned, slots, shape.width)
-  return batch, slots, (where, first)
-
-
-def without_copies(
-  assigned: Assigned, prompts: TokenIds
-) -> tuple[Assigned, dict[tuple[int, int], list[int]]]:
-  """Returns the pairs with different prompts, and the entries of others with the same tokens.
-
-  Args:
-    assigned: the (entry, prompt) pairs of each shard.
-    prompts: the token ids of all prompts.
-
-  Returns:
-    The first pair with each prompt, by shard; for its (shard, entry), the entries of the others.
+    assigned: the pairs of each shard.
+    sequences: their token ids.
   """
   distinct = nothing(len(assigned))
-  copies: dict[tuple[int, int], list[int]] = {}
+  copies: Copies = {}
   for shard, pairs in enumerate(assigned):
     first: dict[tuple[int, ...], int] = {}
-    for entry, prompt in pairs:
-      tokens = tuple(prompts[prompt])
+    for entry, name in pairs:
+      tokens = tuple(sequences[name])
       if tokens in first:
-        copies.setdefault((shard, first[tokens]), []).append(entry)
+        copies.setdefault((shard, first[tokens]), []).append((entry, name))
       else:
         first[tokens] = entry
-        distinct[shard].append((entry, prompt))
+        distinct[shard].append((entry, name))
   return distinct, copies
-
-
-def with_copies(
-  batch: Assigned, rows: int, assigned: Assigned, copies: Mapping[tuple[int, int], list[int]]
-) -> list[tuple[int, int]]:
-  """Returns pairs of a row of a batch and a prompt that it computes; copies have the same row.
-
-  Args:
-    batch: the (entry, prompt) pairs of the batch, by shard.
-    rows: of the batch, per shard.
-    assigned: all pairs.
-    copies: from `without_copies`.
-  """
-  prompts = list(map(dict, assigned))
-  return [
-    (shard * rows + row, prompts[shard][same])
-    for shard, pairs in enumerate(batch)
-    for row, (entry, _) in enumerate(pairs)
-    for same in (entry, *copies.get((shard, entry), ()))
-  ]
-
-
-def places_of_copies(
-  assigned: Assigned, copies: Mapping[tuple[int, int], list[int]], like: np.ndarray, entries: int
-) -> Iterator[np.ndarray]:
-  """Yields arrays of entries i32[shards, b / shards] until every copy of a batch has had a place.
-
-  Args:
-    assigned: the (entry, prompt) pairs of the batch, by shard.
-    copies: from `without_copies`.
-    like: i32[shards, b / shards], the entries of the batch itself.
-    entries: what says that a row has no entry.
-  """
-  left = {
-    (shard, row): list(copies.get((shard, entry), ()))
-    for shard, pairs in enumerate(assigned)
-    for row, (entry, _) in enumerate(pairs)
-  }
-  while any(left.values()):
-    places = np.full_like(like, entries)
-    for place, others in left.items():
-      if others:
-        places[place] = others.pop()
-    yield places
 
 
 def nothing(shards: int) -> Assigned:
@@ -255,11 +106,36 @@ def nothing(shards: int) -> Assigned:
 
 
 class PrefillBatch(NamedTuple):
-  """Prompts that are prefilled together, padded to one width."""
+  """Sequences that are prefilled together, padded to one width."""
 
   width: int
   rows: int  # per shard
   assigned: Assigned
+
+  def tokens(self, sequences: TokenIds, pad: int) -> Prompts:
+    """Returns the sequences [shards * rows, width]; unused rows are padding."""
+    ids: list[Sequence[int]] = []
+    for pairs in self.assigned:
+      ids += [sequences[name] for _, name in pairs] + [[pad]] * (self.rows - len(pairs))
+    return pad_prompts(ids, self.width, pad)
+
+  def names(self, written: AssignedRows) -> list[tuple[int, Any]]:
+    """Returns pairs of a row of the batch and the sequence that is written from it."""
+    return [
+      (shard * self.rows + row, pair[1])
+      for shard, of_shard in enumerate(written)
+      for row, pair in enumerate(of_shard)
+      if pair is not None
+    ]
+
+  def rounds(self, copies: Copies) -> Iterator[AssignedRows]:
+    """Yields where the rows are written: first where they are assigned, then to their copies."""
+    left = [
+      [[pair, *copies.get((shard, pair[0]), ())] for pair in pairs]
+      for shard, pairs in enumerate(self.assigned)
+    ]
+    while any(any(of_row) for rows in left for of_row in rows):
+      yield [[of_row.pop(0) if of_row else None for of_row in rows] for rows in left]
 
 
 def row_counts(width: int, most: int) -> list[int]:
@@ -269,7 +145,7 @@ def row_counts(width: int, most: int) -> list[int]:
     width: the positions of a row.
     most: the most prompts that a shard prefills at once.
   """
-  counts = [PrefillShape(width, most, 0).rows]
+  counts = [rows_at_once(width, most)]
   while (fewer := counts[-1] // ROW_FACTOR) * width >= LEAST_TOKENS:
     counts.append(fewer)
   return counts

@@ -10,7 +10,7 @@ and c the positions of a chunk. The other letters are those of `gtpo_jax.arrays`
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,10 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import axis_size, batch_shards, constrain
 
 INT8_MAX = 127
+# The parts of a cache, and of `SamplerState`.
+Part = Literal["prompts", "slots"]
+PROMPTS: Part = "prompts"
+SLOTS: Part = "slots"
 
 
 class States(NamedTuple):
@@ -69,32 +73,26 @@ CachedAttention = Callable[[int, jax.Array, KV, Any, jax.Array], tuple[jax.Array
 class Cache(Protocol):
   """The device functions of a cache. `kv` is its pytree of keys and values."""
 
-  def prompts_of(self, kv: Any) -> Any:
-    """Returns the part of `kv` that prompts are written to."""
+  def part(self, kv: Any, name: Part) -> Any:
+    """Returns the part of `kv` that prompts are written to, or completions."""
 
-  def with_prompts(self, kv: Any, prompts: Any) -> Any:
+  def with_part(self, kv: Any, name: Part, part: Any) -> Any:
     """Returns `kv` with that part replaced."""
 
-  def completions_of(self, kv: Any) -> Any:
-    """Returns the part of `kv` that completions which go on are written to."""
-
-  def with_completions(self, kv: Any, completions: Any) -> Any:
-    """Returns `kv` with that part replaced."""
-
-  def insert(self, kv: Any, new: list[KV], places: Any) -> Any:
-    """Returns `prompts_of(kv)` with the prompts `new`, per layer [b, 1, k, ...], at `places`.
+  def insert(self, part: Any, new: list[KV], places: Any) -> Any:
+    """Returns the prompts' part with the prompts `new`, per layer [b, 1, k, ...], at `places`.
 
     Here and below, a layer is one with attention.
     """
 
-  def insert_completions(self, kv: Any, new: list[KV], places: Any) -> Any:
-    """Returns `completions_of(kv)` with what is read of completions that go on.
+  def insert_completions(self, part: Any, new: list[KV], places: Any) -> Any:
+    """Returns the slots' part with what is read of completions that are resumed.
 
     Args:
-      kv: the keys and values.
+      part: the keys and values.
       new: those of whole sequences, per layer [b, 1, k, ...], padded on the left.
-      places: where the completions go, and i32[shards, b / shards], the position in `new` of their
-        first tokens.
+      places: where the completions are written, and i32[shards, b / shards], the position in `new`
+        of their first tokens.
     """
 
   def zero_chunk(self, slots: int, positions: int) -> list[Any]:
@@ -108,6 +106,17 @@ class Cache(Protocol):
 
   def append(self, kv: Any, chunk: list[Any], tables: Any, generated: jax.Array) -> Any:
     """Returns `kv` with the chunks, from position `generated` of each slot on."""
+
+
+def computed_zeros(model: Transformer, rows: int, positions: int) -> list[KV]:
+  """Returns zeroed keys and values per layer, of rows over all shards, as the model computes them."""
+  c = model.config
+  dtype = DTYPES[c.compute_dtype]
+  kv = KV(
+    jnp.zeros((rows, 1, c.kv_heads, c.head_dim, positions), dtype),
+    jnp.zeros((rows, 1, c.kv_heads, positions, c.head_dim), dtype),
+  )
+  return [constrain_kv(model, kv)] * len(c.attention_kinds)
 
 
 def quantise(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:

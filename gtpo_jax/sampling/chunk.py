@@ -15,7 +15,7 @@ from gtpo_jax.models.decode import DecodeParams, Prefilled, decode_step, next_lo
 from gtpo_jax.models.experts.routing import RouteShape
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain
-from gtpo_jax.sampling.cache import Cache, States, gather_rows, set_rows
+from gtpo_jax.sampling.cache import Cache, States, constrain_kv, gather_rows, set_rows
 from gtpo_jax.sampling.filters import (
   ALTERNATIVES,
   Alternatives,
@@ -107,37 +107,19 @@ class _Record(NamedTuple):
 NUMBERS = ("log_probs", "entropy", "drawn_log_probs", "plain_log_probs")  # in this order
 
 
-def prefill_rows(
-  model: Transformer,
-  insert: Callable[[Any, list[KV], Any], Any],
-  params: DecodeParams,
-  kv: Any,
-  states: States,
-  tokens: Prompts,
-  rows: jax.Array,
-  places: Any,
-) -> tuple[Any, States, jax.Array | None]:
-  """Prefills sequences [b, p] into the cache: prompts, or prompts with completions that go on.
+def prefill_rows(model: Transformer, params: DecodeParams, tokens: Prompts) -> Prefilled:
+  """Reads sequences [b, p], which are padded on the left; `insert_rows` writes them into a cache.
 
-  Each is computed once, and only the hidden state of its last position is kept.
-
-  Returns:
-    The keys and values, the states, and `Prefilled.routes` on every device.
-
-  Args:
-    model: the architecture.
-    insert: `Cache.insert` or `Cache.insert_completions`.
-    params: the policy's parameters in sampling layout.
-    kv: the cache's keys and values.
-    states: of the cached prompts, or of the slots.
-    tokens: [b, p], padded on the left.
-    rows: i32[shards, b / shards], the row of `states` within its shard that each sequence gets.
-      Sequences with a row past the last one are dropped.
-    places: where the cache puts the keys and values, see `insert`.
+  The two are programs of their own, so that the larger one does not depend on the cache's shapes.
   """
-  new = prefill(model, params, tokens)
-  kv, states = insert_rows(model, insert, kv, states, new, tokens, rows, places)
-  return kv, states, jax.tree.map(lambda x: constrain(x, model.mesh), new.routes)
+  hidden, layers, delta, routes = prefill(model, params, tokens)
+  hidden = constrain(hidden, model.mesh, "batch")
+  return Prefilled(
+    hidden,
+    [constrain_kv(model, kv) for kv in layers],
+    States(hidden, None, delta).constrained(model).delta,
+    jax.tree.map(lambda x: constrain(x, model.mesh), routes),
+  )
 
 
 def insert_rows(
@@ -150,11 +132,18 @@ def insert_rows(
   rows: jax.Array,
   places: Any,
 ) -> tuple[Any, States]:
-  """Writes prefilled sequences into the cache; the second half of `prefill_rows`.
+  """Writes sequences into a part of the cache; only the hidden state of the last position is kept.
 
   Args:
-    new: of the sequences, from `models.decode.prefill`.
-    model, insert, kv, states, tokens, rows, places: as in `prefill_rows`.
+    model: the architecture.
+    insert: `Cache.insert` or `Cache.insert_completions`.
+    kv: the keys and values of that part.
+    states: of the cached prompts, or of the slots.
+    new: the sequences, from `prefill_rows`, without routes.
+    tokens: [b, p], what they consist of.
+    rows: i32[shards, b / shards], the row of `states` within its shard that each sequence gets.
+      Sequences with a row past the last one are dropped.
+    places: where the cache puts the keys and values, see `insert`.
   """
   seen_tokens = None
   if states.seen_tokens is not None:

@@ -10,25 +10,41 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gtpo_jax.models.decode import DecodeParams, make_decode_params
+from gtpo_jax.models.decode import DecodeParams, Prefilled, make_decode_params
 from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.models.params import Params, quantize_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.mesh import batch_shards, bytes_per_device, named_sharding
 from gtpo_jax.sampling.batches import (
-  Places,
-  PrefillShape,
+  NO_ROW,
+  Assigned,
+  AssignedRows,
+  PrefillBatch,
   RoutesRead,
   TokenIds,
   nothing,
-  prefill_batch,
   prefill_batches,
-  resume_batch,
-  rows_of,
+  without_copies,
 )
-from gtpo_jax.sampling.cache import Cache, States, gather_rows
-from gtpo_jax.sampling.chunk import Chunk, ChunkLimits, Decoder, decode_chunk, prefill_rows
+from gtpo_jax.sampling.cache import (
+  PROMPTS,
+  SLOTS,
+  Cache,
+  Part,
+  States,
+  computed_zeros,
+  gather_rows,
+  head_axis,
+)
+from gtpo_jax.sampling.chunk import (
+  Chunk,
+  ChunkLimits,
+  Decoder,
+  decode_chunk,
+  insert_rows,
+  prefill_rows,
+)
 from gtpo_jax.sampling.filters import RowSampling
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
@@ -79,29 +95,26 @@ class Programs(abc.ABC):
   Attributes:
     model: the architecture on the sampling mesh, without adapters.
     cache: the device functions of its cache.
-    places: where the cache puts keys and values.
     config: the engine's settings for this platform, with the number of slots.
     shards: devices along the batch axes.
     most_slots: over all shards, if the memory of a device holds them.
     max_tokens: the most tokens of a completion.
     chunk: tokens decoded between two visits to the host.
     kv_dtype: format of cached keys and values.
-    prompt_widths: lengths to which prompts are padded, ascending.
-    sequence_widths: those to which prompts with completions that go on are padded, ascending.
+    widths: lengths to which prompts ("prompts"), and prompts with completions that are resumed
+      ("slots"), are padded while they are read, ascending.
     static_temperature: whether each temperature has decode programs of its own.
     stop: i32[number of stop tokens], token ids that end a completion.
     pad: the padding id.
     layout: params -> DecodeParams, with adapters merged unless the base is quantised.
     derive_keys: see `_derive_keys`; for `KEYS_AT_ONCE` keys.
-    prefill: `prefill_rows` for prompts.
-    resume: the same for completions that go on, with the arguments of `prefill_rows`.
+    prefill: (params, tokens) -> `Prefilled`, see `prefill_rows`.
+    insert: writes its result into a part of the cache, see `insert_rows`.
     decode_chunk: see there.
     init_states, keep_rows: make the states of rows, and select some of each shard.
   """
 
-  places: Places
-  prompt_widths: list[int]
-  sequence_widths: list[int]
+  widths: dict[Part, list[int]]
   static_temperature = False
 
   def __init__(self, settings: ProgramSettings, cache: Cache):
@@ -126,7 +139,12 @@ class Programs(abc.ABC):
 
     self.layout = jax.jit(functools.partial(_decode_params, settings.trained, model))
     self.derive_keys = jax.jit(_derive_keys)
-    self.prefill = stoppable(functools.partial(prefill_rows, model, cache.insert), 1, 2)
+    self.prefill = stoppable(functools.partial(prefill_rows, model))
+    inserts = {PROMPTS: cache.insert, SLOTS: cache.insert_completions}
+    self.insert = {
+      part: jax.jit(functools.partial(insert_rows, model, insert), donate_argnums=(0, 1))
+      for part, insert in inserts.items()
+    }
     decoder = Decoder(model, cache, self.chunk, settings.vocab_limit)
     decode = functools.partial(decode_chunk, decoder)
     self.decode_chunk = stoppable(decode, 1, 3, static="sampling_params")
@@ -155,9 +173,9 @@ class Programs(abc.ABC):
 
   @abc.abstractmethod
   def new_state(
-    self, scheduler: Scheduler, width: int, sampling_params: SamplingParams
+    self, scheduler: Scheduler, longest_prompt: int, sampling_params: SamplingParams
   ) -> SamplerState:
-    """Returns an empty cache for prompts of up to `width` tokens."""
+    """Returns an empty cache for prompts of up to `longest_prompt` tokens."""
 
   @abc.abstractmethod
   def resize(
@@ -204,32 +222,54 @@ class Programs(abc.ABC):
   def abstract_state(self, workload: Workload) -> SamplerState:
     """Returns the shapes and shardings of the largest state of a workload."""
 
-  def prompt_width(self, longest: int) -> int:
-    """Returns the length to which prompts of up to `longest` tokens are padded."""
-    return next(size for size in self.prompt_widths if size >= longest)
+  @abc.abstractmethod
+  def row_counts(self, scheduler: Scheduler, part: Part, width: int) -> list[int]:
+    """Returns the numbers of rows per shard, descending, that a batch of a width may have."""
+
+  @abc.abstractmethod
+  def places_in_cache(
+    self, scheduler: Scheduler, part: Part, assigned: AssignedRows, into: np.ndarray, width: int
+  ) -> np.ndarray:
+    """Returns where the cache puts the keys and values of the rows of a batch.
+
+    Args:
+      scheduler: the schedule.
+      part: what is written.
+      assigned: the entry or slot of each row of each shard.
+      into: the same as i32[shards, b / shards], with `NO_ROW` for unused rows.
+      width: the positions of a row.
+    """
+
+  def places(
+    self, scheduler: Scheduler, part: Part, assigned: AssignedRows, batch: PrefillBatch
+  ) -> tuple[np.ndarray, Any]:
+    """Returns the entries or slots i32[shards, b / shards] of a batch's rows, and their places.
+
+    The latter are as `Cache.insert` takes them. With nothing assigned, nothing is written.
+    """
+    into = np.full((self.shards, batch.rows), NO_ROW, np.int32)
+    first = np.full_like(into, batch.width)
+    slots = scheduler.capacity.slots
+    for shard, of_shard in enumerate(assigned):
+      for row, pair in enumerate(of_shard):
+        if pair is not None:
+          into[shard, row] = pair[0]
+          if part == SLOTS:
+            first[shard, row] -= scheduler.slots.generated[shard * slots + pair[0]]
+    where = self.places_in_cache(scheduler, part, assigned, into, batch.width)
+    return into, (where if part == PROMPTS else (where, first))
 
   def prefill_assigned(
-    self,
-    params: DecodeParams,
-    state: SamplerState,
-    scheduler: Scheduler,
-    prompts: TokenIds,
-    width: int,
+    self, params: DecodeParams, state: SamplerState, scheduler: Scheduler, prompts: TokenIds
   ) -> tuple[SamplerState, list[RoutesRead]]:
     """Lets the scheduler fill free slots, and prefills the prompts that it assigns to entries.
 
     Returns:
       The state, and the experts that computed the prompts, by their numbers; none without experts.
     """
-    shape = PrefillShape(width, len(state.prompts.hidden) // self.shards, self.pad)
-    read = []
-    while any(assigned := scheduler.assign(shape.rows)):
-      batch = prefill_batch(self.places, scheduler, assigned, prompts, shape)
-      kv = self.cache.prompts_of(state.kv)
-      kv, states, routes = self.prefill(params, kv, state.prompts, *batch)
-      state = state._replace(kv=self.cache.with_prompts(state.kv, kv), prompts=states)
-      if routes is not None:
-        read.append(RoutesRead(routes, rows_of(assigned, shape.rows)))
+    read: list[RoutesRead] = []
+    while any(assigned := scheduler.assign(scheduler.capacity.entries)):
+      state = self._read(params, state, scheduler, PROMPTS, assigned, prompts, read)
     return state, read
 
   def resume_assigned(
@@ -250,35 +290,68 @@ class Programs(abc.ABC):
     Returns:
       The state, and the experts that computed the sequences, which are named by (prompt, index).
     """
+    read: list[RoutesRead] = []
     resumed = scheduler.take_resumed()
     if not resumed:
-      return state, []
+      return state, read
     state = self.resize(state, scheduler, keep_slots=True)
-    slots = scheduler.capacity.slots
-    sequences = []
-    names = []
-    read = []
+    sequences = {}
     assigned = nothing(self.shards)
     for slot in resumed:
-      shard, local = divmod(slot, slots)
-      assigned[shard].append((local, len(sequences)))
-      names.append(tuple(scheduler.slots.completions[slot].tolist()))
-      sequences.append(sequence_of(*names[-1]))
-    counts = {width: self.resume_rows(width, slots) for width in self.sequence_widths}
-    by_width = self.config.batch_invariant
-    for width, rows, part in prefill_batches(assigned, sequences, counts, by_width):
-      shape = PrefillShape(width, slots, self.pad)
-      batch = resume_batch(self.places, scheduler, part, sequences, shape, rows)
-      kv = self.cache.completions_of(state.kv)
-      kv, states, routes = self.resume(params, kv, state.slots, *batch)
-      state = state._replace(kv=self.cache.with_completions(state.kv, kv), slots=states)
-      if routes is not None:
-        read.append(RoutesRead(routes, [(row, names[i]) for row, i in rows_of(part, rows)]))
-    return state, read
+      shard, local = divmod(slot, scheduler.capacity.slots)
+      name = tuple(scheduler.slots.completions[slot].tolist())
+      assigned[shard].append((local, name))
+      sequences[name] = sequence_of(*name)
+    return self._read(params, state, scheduler, SLOTS, assigned, sequences, read), read
 
-  def resume_rows(self, width: int, slots: int) -> list[int]:
-    """Returns the numbers of rows per shard, descending, in which completions are read again."""
-    return [PrefillShape(width, slots, self.pad).rows]
+  def _read(
+    self,
+    params: DecodeParams,
+    state: SamplerState,
+    scheduler: Scheduler,
+    part: Part,
+    assigned: Assigned,
+    sequences: TokenIds,
+    read: list[RoutesRead],
+  ) -> SamplerState:
+    """Reads sequences into the cache, equal ones once, and adds their routes to `read`."""
+    counts = {width: self.row_counts(scheduler, part, width) for width in self.widths[part]}
+    distinct, copies = without_copies(assigned, sequences)
+    for batch in prefill_batches(distinct, sequences, counts, self.config.batch_invariant):
+      tokens = batch.tokens(sequences, self.pad)
+      new = self.prefill(params, tokens)
+      rows: list[tuple[int, Any]] = []
+      for written in batch.rounds(copies):
+        places = self.places(scheduler, part, written, batch)
+        kv = self.cache.part(state.kv, part)
+        states = getattr(state, part)
+        kv, states = self.insert[part](kv, states, new._replace(routes=None), tokens, *places)
+        state = state._replace(kv=self.cache.with_part(state.kv, part, kv), **{part: states})
+        rows += batch.names(written)
+      if new.routes is not None:
+        read.append(RoutesRead(new.routes, rows))
+    return state
+
+  def prefill_program(self, width: int, rows: int, beside: Callable[[], Any]) -> Program:
+    """Returns the program that reads batches of a width with `rows` rows per shard."""
+    tokens = PrefillBatch(width, rows, nothing(self.shards)).tokens({}, self.pad)
+    signature = ("prefill", width, rows)
+    return Program(signature, self.prefill, lambda: (tokens,), reads_params=True, beside=beside)
+
+  def insert_arguments(
+    self, scheduler: Scheduler, part: Part, width: int, rows: int
+  ) -> tuple[Any, ...]:
+    """Returns what `insert` takes after keys, values and states, for a batch without sequences."""
+    batch = PrefillBatch(width, rows, nothing(self.shards))
+    states = abstract_states(self.model, self.shards * rows, track_tokens=False)
+    layers = self.abstract_kv(lambda: computed_zeros(self.model, self.shards * rows, width))
+    new = Prefilled(states.hidden, layers, states.delta, None)
+    places = self.places(scheduler, part, batch.assigned, batch)
+    return new, batch.tokens({}, self.pad), *places
+
+  def abstract_kv(self, zeros: Callable[[], Any]) -> Any:
+    """Returns the shapes of keys and values [rows, 1, k, ...], with their shardings."""
+    return abstract(self.model, zeros, "batch", None, head_axis(self.model))
 
   def decode(
     self,

@@ -274,16 +274,14 @@ class Session:
     longest = self._longest_prompt or max(
       len(self._prompts[prompt]) for prompt, _ in self._requests
     )
-    width = programs.prompt_width(longest)
     if self._state is None:
-      self._state = programs.new_state(scheduler, width, self._sampling_params or SamplingParams())
+      sampling_params = self._sampling_params or SamplingParams()
+      self._state = programs.new_state(scheduler, longest, sampling_params)
     before = self._state
     if self._longest_prompt is None:
       self._needed.append(len(self._requests))
       before = programs.fit(before, scheduler, self._needed, longest)
-    state, prompts = programs.prefill_assigned(
-      self._params, before, scheduler, self._prompts, width
-    )
+    state, prompts = programs.prefill_assigned(self._params, before, scheduler, self._prompts)
     state, resumed = programs.resume_assigned(self._params, state, scheduler, self._sequence)
     state_changed = state is not before
     return programs.resize(state, scheduler, keep_slots), state_changed, (prompts, resumed)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.batches import pad_prefill, pad_prompts, places_of_copies, without_copies
+from gtpo_jax.sampling.batches import PrefillBatch, pad_prompts, without_copies
 
 PAD = 3
 
@@ -24,11 +24,12 @@ def test_bad_prompts_are_rejected():
 
 
 def test_a_prefill_batch_has_the_same_rows_in_every_shard():
-  """Two shards have two rows and five entries each; an unused row gets entry 5, past the last."""
-  assigned = [[(4, 1), (0, 0)], [(2, 2)]]
-  batch, entries = pad_prefill(assigned, [[1], [5, 6], [8]], width=2, rows=2, entries=5, pad=PAD)
-  np.testing.assert_array_equal(batch.tokens, [[5, 6], [3, 1], [3, 8], [3, 3]])
-  np.testing.assert_array_equal(entries, [[4, 0], [2, 5]])
+  batch = PrefillBatch(2, 2, [[(4, 1), (0, 0)], [(2, 2)]])
+  tokens = batch.tokens([[1], [5, 6], [8]], PAD)
+  np.testing.assert_array_equal(tokens.tokens, [[5, 6], [3, 1], [3, 8], [3, 3]])
+  [written] = batch.rounds({})
+  assert written == [[(4, 1), (0, 0)], [(2, 2)]]
+  assert batch.names(written) == [(0, 1), (1, 0), (2, 2)]
 
 
 def test_equal_prompts_are_prefilled_once():
@@ -37,8 +38,10 @@ def test_equal_prompts_are_prefilled_once():
   assigned = [[(0, 0), (1, 1), (2, 2), (3, 3)], [(0, 4)]]
   distinct, copies = without_copies(assigned, prompts)
   assert distinct == [[(0, 0), (1, 1)], [(0, 4)]]
-  assert copies == {(0, 0): [2, 3]}
-  _, first = pad_prefill(distinct, prompts, width=2, rows=2, entries=5, pad=PAD)
-  np.testing.assert_array_equal(first, [[0, 1], [0, 5]])
-  places = list(places_of_copies(distinct, copies, first, entries=5))
-  np.testing.assert_array_equal(places, [[[3, 5], [5, 5]], [[2, 5], [5, 5]]])
+  assert copies == {(0, 0): [(2, 2), (3, 3)]}
+  rounds = list(PrefillBatch(2, 2, distinct).rounds(copies))
+  assert rounds == [
+    [[(0, 0), (1, 1)], [(0, 4)]],
+    [[(2, 2), None], [None]],
+    [[(3, 3), None], [None]],
+  ]

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, prompt_places
+from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, places
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import capacity_for
 
@@ -49,15 +49,15 @@ def play(pool, shards, slots, lengths, prompt_lengths, limit, fewer=0):
   ran = waited = 0
   while True:
     while any(assigned := scheduler.assign(2)):
-      places = prompt_places(scheduler.space, assigned, 2, width)
+      written = places(scheduler.space, "prompts", assigned, 2, width)
       for shard, pairs in enumerate(assigned):
         for row, (_, prompt) in enumerate(pairs):
           length = prompt_lengths[prompt]
           unused = (width - length) // pool.page
-          assert (places[shard, row, :unused] >= pool.pages).all()
+          assert (written[shard, row, :unused] >= pool.pages).all()
           values = [(prompt, -1, i) for i in range(length)]
-          memory.write(shard, places[shard, row], width - length, values)
-        assert (places[shard, len(pairs) :] >= pool.pages).all()
+          memory.write(shard, written[shard, row], width - length, values)
+        assert (written[shard, len(pairs) :] >= pool.pages).all()
     if not scheduler.slots.active.any():
       break
     most = scheduler.slots.active.reshape(shards, -1).sum(1).max()

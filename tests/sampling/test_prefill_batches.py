@@ -128,6 +128,7 @@ def test_entries_are_added_for_slots_that_idle(more_programs):
 
 def test_short_prompts_need_no_more_programs():
   programs = build(engine_config=EngineConfig(slots=12, chunk=4))[1].programs
-  capacity = programs.scheduler(12, 3).space.capacity
-  assert programs.entry_counts(capacity) == [12]
-  assert [programs.row_counts(width, capacity) for width in programs.prompt_widths] == [[12]]
+  scheduler = programs.scheduler(12, 3)
+  assert programs.entry_counts(scheduler.space.capacity) == [12]
+  widths = programs.widths["prompts"]
+  assert [programs.row_counts(scheduler, "prompts", width) for width in widths] == [[12]]

@@ -25,7 +25,9 @@ from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.sampling.cache import (
   CachedAttention,
+  Part,
   States,
+  computed_zeros,
   constrain_kv,
   from_position,
   gather_rows,
@@ -71,23 +73,15 @@ class DenseCache:
     )
     return [constrain_kv(self.model, kv) for _ in c.attention_kinds]
 
-  def prompts_of(self, kv: DenseKV) -> DenseKV:
-    """Returns `kv` without the slots' arrays, whose length varies."""
-    return kv._replace(slots=[])
+  def part(self, kv: DenseKV, name: Part) -> list[KV]:
+    """Returns the prompts' arrays, or those of the slots."""
+    return getattr(kv, name)
 
-  def with_prompts(self, kv: DenseKV, prompts: DenseKV) -> DenseKV:
-    """Returns `kv` with the prompts of another one."""
-    return kv._replace(prompts=prompts.prompts)
+  def with_part(self, kv: DenseKV, name: Part, part: list[KV]) -> DenseKV:
+    """Returns `kv` with other arrays of the prompts or slots."""
+    return kv._replace(**{name: part})
 
-  def completions_of(self, kv: DenseKV) -> DenseKV:
-    """Returns `kv` without the prompts' arrays, whose shape varies."""
-    return kv._replace(prompts=[])
-
-  def with_completions(self, kv: DenseKV, completions: DenseKV) -> DenseKV:
-    """Returns `kv` with the slots of another one."""
-    return kv._replace(slots=completions.slots)
-
-  def insert(self, kv: DenseKV, new: list[KV], places: jax.Array) -> DenseKV:
+  def insert(self, prompts: list[KV], new: list[KV], places: jax.Array) -> list[KV]:
     """Writes b prompts of up to p positions into the entries `places` i32[shards, b / shards].
 
     They end at the last position. What precedes them is not read (`DenseTables.entry_lengths`).
@@ -99,47 +93,39 @@ class DenseCache:
       write = lambda old, new, index: old.at[(index, *last)].set(new, mode="drop")
       return within_shards(self.model, write, old, new, places.reshape(-1))
 
-    prompts = [
+    return [
       constrain_kv(self.model, jax.tree.map(insert, old, _cast(new, old), position_axes(old)))
-      for old, new in zip(kv.prompts, new, strict=True)
+      for old, new in zip(prompts, new, strict=True)
     ]
-    return kv._replace(prompts=prompts)
 
   def insert_completions(
-    self, kv: DenseKV, new: list[KV], places: tuple[jax.Array, jax.Array]
-  ) -> DenseKV:
+    self, slots: list[KV], new: list[KV], places: tuple[jax.Array, jax.Array]
+  ) -> list[KV]:
     """Writes the completions of b sequences into slots, from position 0 on.
 
     Args:
-      kv: the keys and values.
+      slots: the keys and values.
       new: of the sequences, padded on the left.
       places: i32[shards, b / shards] each, the slot within the shard, past the last one for unused
         rows, and the position of the completion's first token.
     """
-    slots, first = places
-    w = kv.slots[0].v.shape[3]
+    into, first = places
+    w = slots[0].v.shape[3]
 
     def insert(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
       new = jax.lax.slice_in_dim(new, 0, min(w, new.shape[axis]), axis=axis)
       new = _pad_axis(new, axis, w)
-      return set_rows(self.model, old, new, slots.reshape(-1))
+      return set_rows(self.model, old, new, into.reshape(-1))
 
     def insert_layer(old: KV, new: KV) -> KV:
       new = _cast(from_position(self.model, new, first), old)
       return constrain_kv(self.model, jax.tree.map(insert, old, new, position_axes(old)))
 
-    layers = [insert_layer(old, new) for old, new in zip(kv.slots, new, strict=True)]
-    return kv._replace(slots=layers)
+    return [insert_layer(old, new) for old, new in zip(slots, new, strict=True)]
 
   def zero_chunk(self, slots: int, positions: int) -> list[KV]:
     """Returns a zeroed buffer for a chunk, per layer [s, 1, k, ...]."""
-    c = self.model.config
-    dtype = DTYPES[c.compute_dtype]
-    kv = KV(
-      jnp.zeros((slots, 1, c.kv_heads, c.head_dim, positions), dtype),
-      jnp.zeros((slots, 1, c.kv_heads, positions, c.head_dim), dtype),
-    )
-    return [constrain_kv(self.model, kv)] * len(c.attention_kinds)
+    return computed_zeros(self.model, slots, positions)
 
   def attention(
     self, kv: DenseKV, tables: DenseTables, generated: jax.Array, ropes: Ropes

@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV
-from gtpo_jax.models.decode import Prefilled
-from gtpo_jax.sampling.batches import PrefillShape, nothing, pad_prefill, resume_batch
-from gtpo_jax.sampling.cache import States
+from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, States
 from gtpo_jax.sampling.dense.cache import DenseKV
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.inventory import Program, Workload
@@ -48,9 +45,9 @@ class Inventory:
     """Returns all programs, the largest of each kind first."""
     yield keys_program(self._owner)
     yield from self._allocations()
+    yield from self._resumptions()
     yield from self._prefills()
     yield from self._decodes()
-    yield from self._resumptions()
     yield from self._changes()
 
   def state(self, width: int, slots: int, length: int, entries: int | None = None) -> SamplerState:
@@ -91,47 +88,42 @@ class Inventory:
     all_at_once = self._workload.prompts <= owner.shards * most
     length = self._lengths[-1 if all_at_once else 0]
     beside = lambda: self.state(self._widths[0], slots, length)
-    for width, rows in self._batches():
-      batch = self._batch(width, rows, most)[:1]
-      signature = ("prefill", width, rows)
-      yield Program(
-        signature, owner.prefill, lambda batch=batch: batch, reads_params=True, beside=beside
-      )
+    batches = list(self._batches(PROMPTS, slots))
+    for width, rows in batches:
+      yield owner.prefill_program(width, rows, beside)
     for entries in self._entries:
       for cached in self._widths:
-        for width, rows in self._batches():
+        for width, rows in batches:
           if width <= cached:
-            yield self._insertion(entries, cached, width, rows)
+            yield self._insertion(PROMPTS, entries, cached, width, rows)
 
-  def _batches(self) -> Iterator[tuple[int, int]]:
-    """Returns the (width, rows per shard) of all batches of prompts."""
-    for width in self._widths:
-      for rows in self._owner.row_counts(width, self._capacity):
+  def _batches(self, part: Part, slots: int) -> Iterator[tuple[int, int]]:
+    """Returns the (width, rows per shard) of all batches, with this number of slots per shard."""
+    owner = self._owner
+    idle = _idle(self._capacity, slots)
+    for width in owner.widths[part][::-1]:
+      for rows in owner.row_counts(idle, part, width):
         yield width, rows
 
-  def _batch(self, width: int, rows: int, entries: int) -> tuple[Prompts, np.ndarray]:
-    """Returns a batch without prompts, and the entries of its rows."""
-    owner = self._owner
-    return pad_prefill(nothing(owner.shards), [], width, rows, entries, owner.pad)
-
-  def _insertion(self, entries: int, cached: int, width: int, rows: int) -> Program:
+  def _insertion(self, part: Part, into: int, cached: int, width: int, rows: int) -> Program:
     """Returns the program that writes a batch into the cache.
 
     Args:
-      entries: entries per shard.
-      cached: positions of the prompts in the cache.
+      part: what is written.
+      into: entries or slots per shard.
+      cached: positions of each in the cache.
       width: positions of the batch.
       rows: rows of the batch per shard.
     """
     owner = self._owner
 
     def arguments() -> tuple:
-      batch, places = self._batch(width, rows, entries)
-      state = DenseKV(self._kv(entries, cached), []), self._states(entries)
-      return *state, self._prefilled(rows, width), batch, places, places
+      slots = self._capacity.slots if part == PROMPTS else into
+      batch = owner.insert_arguments(_idle(self._capacity, slots), part, width, rows)
+      return self._kv(into, cached), self._states(into), *batch
 
-    signature = ("insert", entries, cached, width, rows, self._tracked)
-    return Program(signature, owner.insert, arguments)
+    signature = ("insert", part, into, cached, width, rows, self._tracked)
+    return Program(signature, owner.insert[part], arguments)
 
   def _decodes(self) -> Iterator[Program]:
     owner = self._owner
@@ -166,37 +158,17 @@ class Inventory:
   def _resumptions(self) -> Iterator[Program]:
     owner = self._owner
     workload = self._workload
-    widths = owner.sequence_widths[::-1] if workload.resumes or workload.turns else ()
-    # Without turns, completions go on when sampling begins, in all slots.
+    if not (workload.resumes or workload.turns):
+      return
+    # Without turns, completions are resumed when sampling begins, in all slots.
     counts = self._counts if workload.turns else self._counts[:1]
-    shapes = [
-      (slots, width, rows)
-      for slots in counts
-      for width in widths
-      for rows in owner.resume_rows(width, slots)
-    ]
-    most = self._entries[0]
+    shapes = [(slots, *batch) for slots in counts for batch in self._batches(SLOTS, slots)]
     beside = lambda: self.state(self._widths[0], self._capacity.slots, self._lengths[0])
     for width, rows in dict.fromkeys((width, rows) for _, width, rows in shapes):
-      batch = self._batch(width, rows, most)[:1]
-      signature = ("prefill", width, rows)
-      yield Program(
-        signature, owner.prefill, lambda batch=batch: batch, reads_params=True, beside=beside
-      )
-    for slots, width, rows, length in [(*x, length) for x in shapes for length in self._lengths]:
-
-      def arguments(
-        slots: int = slots, width: int = width, rows: int = rows, length: int = length
-      ) -> tuple:
-        shape = PrefillShape(width, slots, owner.pad)
-        idle = _idle(self._capacity, slots)
-        batch = resume_batch(owner.places, idle, nothing(owner.shards), [], shape, rows)
-        state = DenseKV([], self._kv(slots, length)), self._states(slots)
-        return *state, self._prefilled(rows, width), *batch
-
-      yield Program(
-        ("resume", slots, width, rows, length, self._tracked), owner.insert_completions, arguments
-      )
+      yield owner.prefill_program(width, rows, beside)
+    for slots, width, rows in shapes:
+      for length in self._lengths:
+        yield self._insertion(SLOTS, slots, length, width, rows)
 
   def _changes(self) -> Iterator[Program]:
     """Returns the programs that change the length or the number of slots."""
@@ -240,14 +212,10 @@ class Inventory:
         lambda before=before, order=order: (self._states(before), order),
       )
 
-  def _prefilled(self, rows: int, width: int) -> Prefilled:
-    """Returns shapes and shardings of what a prefill returns."""
-    states = self._states(rows)
-    return Prefilled(states.hidden, self._kv(rows, width, computed=True), states.delta, None)
-
-  def _kv(self, rows: int, positions: int, computed: bool = False) -> list[KV]:
-    """Returns shapes and shardings in the format of the cache, or as they are `computed`."""
-    return self._owner.abstract_kv(self._owner.shards * rows, positions, computed)
+  def _kv(self, rows: int, positions: int) -> list[KV]:
+    """Returns shapes and shardings of keys and values."""
+    owner = self._owner
+    return owner.abstract_kv(lambda: owner.cache.zeros(owner.shards * rows, positions))
 
   def _states(self, rows: int) -> States:
     return abstract_states(self._owner.model, self._owner.shards * rows, self._tracked)

@@ -12,40 +12,26 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 
-from gtpo_jax.arrays import Prompts, array_lengths
+from gtpo_jax.arrays import array_lengths
 from gtpo_jax.models.attention.sources import KV
-from gtpo_jax.models.decode import DecodeParams, Prefilled, decode_bytes, prefill
-from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.runtime.mesh import bytes_per_device, constrain
+from gtpo_jax.models.decode import DecodeParams, decode_bytes
+from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.batches import (
-  Assigned,
-  Places,
-  PrefillShape,
+  AssignedRows,
   RoutesRead,
   TokenIds,
-  pad_prefill,
-  places_of_copies,
-  prefill_batches,
   row_counts,
+  rows_at_once,
   sequence_lengths,
-  with_copies,
-  without_copies,
 )
-from gtpo_jax.sampling.cache import States, constrain_kv, head_axis
-from gtpo_jax.sampling.chunk import insert_rows
+from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part
 from gtpo_jax.sampling.dense.cache import DenseCache, DenseKV
 from gtpo_jax.sampling.dense.inventory import Inventory
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.inventory import Program, Workload
-from gtpo_jax.sampling.programs import (
-  Programs,
-  ProgramSettings,
-  SamplerState,
-  abstract,
-  state_bytes,
-  stoppable,
-)
+from gtpo_jax.sampling.programs import Programs, ProgramSettings, SamplerState, state_bytes
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import Capacity, capacity_for
 from gtpo_jax.sampling.settings import Demand, SamplingParams
@@ -66,23 +52,15 @@ class DensePrograms(Programs):
 
   Attributes:
     cache_lengths: lengths of the slots' arrays, ascending.
-    prefill_widths: lengths to which prompts are padded while they are prefilled, ascending; a
-      server has more of them than of `prompt_widths`, because every program that decodes depends on
-      those.
+    prompt_widths: lengths of the prompts' arrays, ascending. A server reads prompts in more widths,
+      because every program that decodes depends on these.
     slots: the most slots over all shards.
     shrink_factor: what the number of slots is divided by when idle ones are dropped.
     least_slots: of each shard.
-    prefill: (params, prompts) -> `Prefilled`.
-    insert, insert_completions: write its results into the cache, see `insert_rows`. They are
-      programs of their own so that the larger one does not depend on the shapes of the cache.
     init_kv, grow, compact, add_entries: `DenseCache.zeros`, `grow`, `compact` and `add_entries`.
   """
 
   cache: DenseCache
-  # An entry and a slot are their own places.
-  places = Places(
-    lambda space, assigned, rows, width: rows, lambda space, assigned, rows, width: rows
-  )
 
   def __init__(self, settings: ProgramSettings):
     """Prepares the programs."""
@@ -109,9 +87,8 @@ class DensePrograms(Programs):
     self._serves = settings.demand.serves
     self._memory = settings.demand.memory
     self.prompt_widths = widths
-    self.prefill_widths = prefill_widths
     sequences = sequence_lengths(min(longest_prompt + settings.max_tokens, model.config.max_length))
-    self.sequence_widths = sequences if on_cpu else sequences[-1:]
+    self.widths = {PROMPTS: prefill_widths, SLOTS: sequences if on_cpu else sequences[-1:]}
     # Each has space for one more chunk.
     self.cache_lengths = sorted({size + self.chunk for size in lengths})
     self.slots = self._fitting_slots(settings.demand)
@@ -123,11 +100,6 @@ class DensePrograms(Programs):
       self.least_slots = min(SERVING_ROWS, self._slots_of_shard)
     self.config = dataclasses.replace(self.config, slots=self.slots)
     self.init_kv = jax.jit(cache.zeros, static_argnums=(0, 1))
-    self.prefill = stoppable(functools.partial(_prefill, model))
-    insert = functools.partial(insert_rows, model, cache.insert)
-    self.insert = jax.jit(insert, donate_argnums=(0, 1))
-    insert = functools.partial(insert_rows, model, cache.insert_completions)
-    self.insert_completions = jax.jit(insert, donate_argnums=(0, 1))
     self.grow = jax.jit(cache.grow, static_argnums=1)
     self.add_entries = jax.jit(cache.add_entries, static_argnums=2)
     self.compact = jax.jit(cache.compact)
@@ -167,7 +139,7 @@ class DensePrograms(Programs):
     """The bytes on a device of a row's states, of the keys and values of a position, and of the
     parameters. A server asks before each chunk, and shapes take long to evaluate.
     """
-    position = self.abstract_kv(self.shards, 1)
+    position = self.abstract_kv(lambda: self.cache.zeros(self.shards, 1))
     return state_bytes(self.model), bytes_per_device(position), decode_bytes(self.model)
 
   @property
@@ -178,7 +150,7 @@ class DensePrograms(Programs):
     """Whether the memory holds arrays of the longest lengths in the slots for so many."""
     prompts, limits = zip(*lengths, strict=True)
     slots = self._count(len(lengths))
-    width = self.prompt_width(max(prompts))
+    width = self._prompt_width(max(prompts))
     return self._fit(2 * slots, slots * (width + self._slot_length(max(limits))))
 
   def _count(self, completions: int) -> int:
@@ -187,18 +159,13 @@ class DensePrograms(Programs):
     counts = (self.least_slots, SERVING_ROWS)
     return next((x for x in counts if needed <= x < self._slots_of_shard), self._slots_of_shard)
 
+  def _prompt_width(self, longest: int) -> int:
+    """Returns the length of the arrays for prompts of up to `longest` tokens."""
+    return next(size for size in self.prompt_widths if size >= longest)
+
   def _slot_length(self, tokens: int) -> int:
     """Returns the length of the slots' arrays in which a chunk can follow so many tokens."""
     return next(x for x in self.cache_lengths if x >= tokens + self.chunk)
-
-  def abstract_kv(self, rows: int, positions: int, computed: bool = False) -> list[KV]:
-    """Returns the shapes and shardings of `rows` rows over all shards.
-
-    They are in the format of the cache, or if `computed` in that in which a prefill returns them.
-    """
-    make = self.cache.zero_chunk if computed else self.cache.zeros
-    zeros = lambda: make(rows, positions)
-    return abstract(self.model, zeros, "batch", None, head_axis(self.model))
 
   def describe_space(self) -> str:
     """Returns how much the cache of a device holds."""
@@ -238,99 +205,53 @@ class DensePrograms(Programs):
     can_grow = self._on_cpu and not self._one_shape
     return [few, most] if can_grow and long and 2 * few <= most else [most]
 
-  def row_counts(self, width: int, capacity: Capacity) -> list[int]:
-    """Returns the rows per shard that batches of prompts of a width may have, descending."""
+  def row_counts(self, scheduler: Scheduler, part: Part, width: int) -> list[int]:
+    """Returns the numbers of rows per shard, descending, that a batch of a width may have."""
     if self._one_shape:
       return [1]
+    # There may be fewer entries at first, see `entry_counts`.
+    is_prompts = part == PROMPTS
+    most = scheduler.space.capacity.entries if is_prompts else scheduler.capacity.slots
     if self._serves:
-      most = min(SERVING_ROWS, PrefillShape(width, capacity.entries, self.pad).rows)
-      return sorted({most, 1}, reverse=True)
-    return row_counts(width, capacity.entries)[: None if self._on_cpu else 1]
+      return sorted({min(SERVING_ROWS, rows_at_once(width, most)), 1}, reverse=True)
+    return row_counts(width, most)[: None if self._on_cpu else 1]
 
-  def resume_rows(self, width: int, slots: int) -> list[int]:
-    """Returns the rows per shard that batches of completions may have, descending."""
-    return [1] if self._one_shape else row_counts(width, slots)[: None if self._on_cpu else 1]
-
-  def resume(
-    self,
-    params: DecodeParams,
-    kv: DenseKV,
-    states: States,
-    tokens: Prompts,
-    rows: jax.Array,
-    places: tuple[jax.Array, jax.Array],
-  ) -> tuple[DenseKV, States, jax.Array | None]:
-    """Reads completions that go on into slots; see `prefill_rows`."""
-    new = self.prefill(params, tokens)
-    routes = new.routes
-    kv, states = self.insert_completions(
-      kv, states, new._replace(routes=None), tokens, rows, places
-    )
-    return kv, states, routes
+  def places_in_cache(
+    self, scheduler: Scheduler, part: Part, assigned: AssignedRows, into: np.ndarray, width: int
+  ) -> np.ndarray:
+    """Returns `into`: an entry and a slot are their own places."""
+    return into
 
   def new_state(
-    self, scheduler: Scheduler, width: int, sampling_params: SamplingParams
+    self, scheduler: Scheduler, longest_prompt: int, sampling_params: SamplingParams
   ) -> SamplerState:
-    """Returns an empty cache for prompts of up to `width` tokens, with the shortest slots."""
+    """Returns an empty cache for prompts of up to `longest_prompt` tokens, and short slots."""
     capacity = scheduler.capacity
     entries = self.shards * capacity.entries
     slots = self.shards * capacity.slots
     track_tokens = sampling_params.penalises_repetition
     return SamplerState(
-      DenseKV(self.init_kv(entries, width), self.init_kv(slots, self.cache_lengths[0])),
+      DenseKV(
+        self.init_kv(entries, self._prompt_width(longest_prompt)),
+        self.init_kv(slots, self.cache_lengths[0]),
+      ),
       self.init_states(entries, track_tokens),
       self.init_states(slots, track_tokens),
     )
 
   def prefill_assigned(
-    self,
-    params: DecodeParams,
-    state: SamplerState,
-    scheduler: Scheduler,
-    prompts: TokenIds,
-    width: int,
+    self, params: DecodeParams, state: SamplerState, scheduler: Scheduler, prompts: TokenIds
   ) -> tuple[SamplerState, list[RoutesRead]]:
-    """Lets the scheduler fill free slots, and prefills the prompts that it assigns to entries.
-
-    If slots stay idle because there are too few entries, more are added.
-    """
-    read: list[RoutesRead] = []
-    while True:
-      while any(assigned := scheduler.assign(scheduler.capacity.entries)):
-        state = self._prefill_by_width(params, state, scheduler, assigned, prompts, read)
-      most = scheduler.space.capacity.entries
-      if not scheduler.lacks_entries or scheduler.capacity.entries == most:
-        return state, read
-      scheduler.add_entries(most)
-      state = _with_prompts(state, *self.add_entries(state.kv.prompts, state.prompts, most))
-
-  def _prefill_by_width(
-    self,
-    params: DecodeParams,
-    state: SamplerState,
-    scheduler: Scheduler,
-    assigned: Assigned,
-    prompts: TokenIds,
-    read: list[RoutesRead],
-  ) -> SamplerState:
-    """Prefills prompts in batches of little padding, and adds their routes to `read`."""
-    entries = scheduler.capacity.entries
-    counts = {
-      width: self.row_counts(width, scheduler.space.capacity) for width in self.prefill_widths
-    }
-    distinct, copies = without_copies(assigned, prompts)
-    by_width = self.config.batch_invariant
-    for width, rows, part in prefill_batches(distinct, prompts, counts, by_width):
-      batch, first = pad_prefill(part, prompts, width, rows, entries, self.pad)
-      new = self.prefill(params, batch)
-      if new.routes is not None:
-        read.append(RoutesRead(new.routes, with_copies(part, rows, assigned, copies)))
-        new = new._replace(routes=None)
-      for places in (first, *places_of_copies(part, copies, first, entries)):
-        kv = self.cache.prompts_of(state.kv)
-        kv, states = self.insert(kv, state.prompts, new, batch, places, places)
-        state = _with_prompts(state, kv.prompts, states)
-    return state
+    """Fills free slots; see `Programs`. If some stay idle for lack of entries, these are added."""
+    state, read = super().prefill_assigned(params, state, scheduler, prompts)
+    most = scheduler.space.capacity.entries
+    if not scheduler.lacks_entries or scheduler.capacity.entries == most:
+      return state, read
+    scheduler.add_entries(most)
+    kv, states = self.add_entries(state.kv.prompts, state.prompts, most)
+    state = state._replace(kv=state.kv._replace(prompts=kv), prompts=states)
+    state, more = super().prefill_assigned(params, state, scheduler, prompts)
+    return state, [*read, *more]
 
   def resize(
     self, state: SamplerState, scheduler: Scheduler, keep_slots: bool = False
@@ -361,7 +282,7 @@ class DensePrograms(Programs):
     """Fits slots, entries and the arrays' lengths to what runs; see `Programs`."""
     slots = scheduler.slots
     most = self.shards * int(slots.active.reshape(self.shards, -1).sum(1).max())
-    width = self.prompt_width(longest_prompt)
+    width = self._prompt_width(longest_prompt)
     length = self._slot_length(int(slots.generated.max()))
     count = self._count(max(*completions, most))
     if not self._fit(2 * count, count * (width + length)):
@@ -392,17 +313,6 @@ class DensePrograms(Programs):
     return shapes.state(self.prompt_widths[-1], capacity.slots, self.cache_lengths[-1])
 
 
-def _prefill(model: Transformer, params: DecodeParams, prompts: Prompts) -> Prefilled:
-  hidden, layers, delta, routes = prefill(model, params, prompts)
-  hidden = constrain(hidden, model.mesh, "batch")
-  return Prefilled(
-    hidden,
-    [constrain_kv(model, kv) for kv in layers],
-    States(hidden, None, delta).constrained(model).delta,
-    jax.tree.map(lambda x: constrain(x, model.mesh), routes),
-  )
-
-
 def with_midpoints(lengths: list[int]) -> list[int]:
   """Returns ascending lengths with the middle of every two neighbours, so that less is padded."""
   shortest = lengths[0] - lengths[0] // 4
@@ -413,10 +323,6 @@ def with_midpoints(lengths: list[int]) -> list[int]:
 def _length(kv: list[KV]) -> int:
   """Returns the positions per row."""
   return kv[0].v.shape[3]
-
-
-def _with_prompts(state: SamplerState, prompts: list[KV], states: States) -> SamplerState:
-  return state._replace(kv=state.kv._replace(prompts=prompts), prompts=states)
 
 
 def _with_slots(state: SamplerState, slots: list[KV]) -> SamplerState:

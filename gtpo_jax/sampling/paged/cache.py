@@ -18,7 +18,7 @@ from gtpo_jax.models.attention.streams import Ropes, rope_of
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain, partition_spec
-from gtpo_jax.sampling.cache import CachedAttention, from_position, head_axis, quantise
+from gtpo_jax.sampling.cache import CachedAttention, Part, from_position, head_axis, quantise
 from gtpo_jax.sampling.paged.attention import paged_attention
 from gtpo_jax.sampling.paged.tables import NewPosition, Pages, PageTables
 
@@ -53,16 +53,13 @@ class PagedCache:
     split = lambda x: constrain(x, self.model.mesh, *axes)
     return [jax.tree.map(split, Pages(kv, scale)) for _ in c.attention_kinds]
 
-  def prompts_of(self, kv: list[Pages]) -> list[Pages]:
-    """Returns the pool: prompts may be in any page."""
+  def part(self, kv: list[Pages], name: Part) -> list[Pages]:
+    """Returns the pool: prompts and completions may be in any page."""
     return kv
 
-  def with_prompts(self, kv: list[Pages], prompts: list[Pages]) -> list[Pages]:
-    """Returns the pool with the prompts."""
-    return prompts
-
-  completions_of = prompts_of
-  with_completions = with_prompts
+  def with_part(self, kv: list[Pages], name: Part, part: list[Pages]) -> list[Pages]:
+    """Returns the pool that prompts or completions were written to."""
+    return part
 
   def insert(self, kv: list[Pages], new: list[KV], places: jax.Array) -> list[Pages]:
     """Writes b prompts of p positions into the pages `places` i32[shards, b / shards, p / page].

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from gtpo_jax.sampling.batches import AssignedRows
+from gtpo_jax.sampling.cache import PROMPTS, Part
 from gtpo_jax.sampling.paged.tables import PageRows, PageTables
 from gtpo_jax.sampling.schedule.slots import Capacity, Entry, Slots, Space
 
@@ -207,64 +209,33 @@ def page_tables(
   return PageTables(prompts, completions, current, written, completion_rows.reshape(-1))
 
 
-def prompt_places(
-  pool: PagePool, assigned: list[list[tuple[int, int]]], rows: int, width: int
-) -> np.ndarray:
-  """Returns the pages of newly assigned prompts.
+def places(pool: PagePool, part: Part, assigned: AssignedRows, rows: int, width: int) -> np.ndarray:
+  """Returns the pages that prompts are written to, or completions with tokens.
 
   Args:
     pool: the pages.
-    assigned: from `Scheduler.assign`.
+    part: the part of the cache that is written.
+    assigned: for each shard, the entry or slot of each row.
     rows: rows of the prefill batch per shard.
     width: positions of a row, a multiple of the page.
 
   Returns:
-    i32[shards, rows, width / page]. Prompts are padded on the left, so those before a prompt's
-    first page, and those of unused rows, are past the pool's last page.
+    i32[shards, rows, width / page]. A prompt ends in the last of them, and a completion begins in
+    the first. The others, and those of unused rows, are past the pool's last page.
   """
-  pages = [
-    [shard.entries[entry] for entry, _ in pairs]
-    for shard, pairs in zip(pool.shards, assigned, strict=True)
-  ]
-  return _placed(pool.sizes, pages, rows, width, lambda count: slice(-count, None))
-
-
-def completion_places(
-  pool: PagePool, assigned: list[list[tuple[int, int]]], rows: int, width: int
-) -> np.ndarray:
-  """Returns the pages of the tokens that newly assigned completions have already.
-
-  Args:
-    pool: the pages.
-    assigned: for each shard, the (slot, row) pairs.
-    rows: rows of the prefill batch per shard.
-    width: positions of a row, a multiple of the page.
-
-  Returns:
-    i32[shards, rows, width / page], from the first page of a completion on. Those after its last
-    token are past the pool's last page.
-  """
+  pages = _unused_pages(pool.sizes, len(pool.shards), rows, width // pool.sizes.page)
   slots = len(pool.slot_pages) // len(pool.shards)
-  pages = [
-    [pool.slot_pages[shard * slots + slot] for slot, _ in pairs]
-    for shard, pairs in enumerate(assigned)
-  ]
-  return _placed(pool.sizes, pages, rows, width, slice)
-
-
-def _placed(
-  sizes: PoolSizes,
-  pages: list[list[list[int]]],
-  rows: int,
-  width: int,
-  where: Callable[[int], slice],
-) -> np.ndarray:
-  """Returns i32[shards, rows, width / page] with each row's pages at `where(their number)`."""
-  places = _unused_pages(sizes, len(pages), rows, width // sizes.page)
-  for of_shard, of_rows in zip(places, pages, strict=True):
-    for place, numbers in zip(of_shard, of_rows, strict=False):
-      place[where(len(numbers))] = numbers
-  return places
+  for shard, of_shard in enumerate(assigned):
+    for row, pair in enumerate(of_shard):
+      if pair is None:
+        continue
+      if part == PROMPTS:
+        held = pool.shards[shard].entries[pair[0]]
+        pages[shard, row, -len(held) :] = held
+      else:
+        held = pool.slot_pages[shard * slots + pair[0]]
+        pages[shard, row, : len(held)] = held
+  return pages
 
 
 def _unused_pages(sizes: PoolSizes, shards: int, rows: int, pages: int) -> np.ndarray:

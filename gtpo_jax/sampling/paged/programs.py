@@ -13,14 +13,13 @@ import numpy as np
 
 from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.runtime.fields import AUTO
-from gtpo_jax.sampling.batches import Places, PrefillShape, nothing, prefill_batch, resume_batch
-from gtpo_jax.sampling.cache import head_axis
-from gtpo_jax.sampling.chunk import prefill_rows
+from gtpo_jax.sampling.batches import AssignedRows, rows_at_once
+from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, head_axis
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.paged.cache import PagedCache
 from gtpo_jax.sampling.paged.gpu_kernel import SLOTS_PER_ROW
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
-from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, completion_places, prompt_places
+from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, places
 from gtpo_jax.sampling.programs import (
   Programs,
   ProgramSettings,
@@ -31,7 +30,6 @@ from gtpo_jax.sampling.programs import (
   compiled_for,
   keys_program,
   state_bytes,
-  stoppable,
 )
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import ENTRY_FACTOR, Capacity, capacity_for
@@ -64,10 +62,6 @@ class PagedPrograms(Programs):
   """
 
   cache: PagedCache
-  places = Places(
-    lambda pool, assigned, rows, width: prompt_places(pool, assigned, rows.shape[1], width),
-    lambda pool, assigned, rows, width: completion_places(pool, assigned, rows.shape[1], width),
-  )
 
   def __init__(self, settings: ProgramSettings):
     """Prepares the programs."""
@@ -81,15 +75,14 @@ class PagedPrograms(Programs):
     self.slot_counts = [count for count in (self.slots, self.slots // FEWER_SLOTS) if count]
     prompt_pages = self.pool.prompt_pages
     completion_pages = self.pool.completion_pages
-    self.prompt_widths = _widths(prompt_pages, page)
-    self.sequence_widths = _widths(prompt_pages + completion_pages, page)
+    self.widths = {
+      PROMPTS: _widths(prompt_pages, page),
+      SLOTS: _widths(prompt_pages + completion_pages, page),
+    }
     if config.batch_invariant:  # each program has one shape
       self.slot_counts = self.slot_counts[:1]
-      self.prompt_widths = self.prompt_widths[-1:]
-      self.sequence_widths = self.sequence_widths[-1:]
+      self.widths = {part: widths[-1:] for part, widths in self.widths.items()}
     self.init_kv = jax.jit(lambda: self.cache.zeros(self.shards * self.pool.pages))
-    insert = self.cache.insert_completions
-    self.resume = stoppable(functools.partial(prefill_rows, model, insert), 1, 2)
 
   def _slots_and_pool(self, settings: ProgramSettings) -> tuple[int, PoolSizes]:
     """Returns the slots of each shard, and the sizes of its pool.
@@ -176,8 +169,18 @@ class PagedPrograms(Programs):
     capacity = needed._replace(slots=slots, entries=min(needed.entries, self.entries))
     return Scheduler(capacity, PagePool(capacity, self.pool))
 
+  def row_counts(self, scheduler: Scheduler, part: Part, width: int) -> list[int]:
+    """Returns the one number of rows per shard that a batch of a width has."""
+    return [rows_at_once(width, self.entries if part == PROMPTS else scheduler.capacity.slots)]
+
+  def places_in_cache(
+    self, scheduler: Scheduler, part: Part, assigned: AssignedRows, into: np.ndarray, width: int
+  ) -> np.ndarray:
+    """Returns the pages of the rows of a batch; see `Programs`."""
+    return places(scheduler.space, part, assigned, into.shape[1], width)
+
   def new_state(
-    self, scheduler: Scheduler, width: int, sampling_params: SamplingParams
+    self, scheduler: Scheduler, longest_prompt: int, sampling_params: SamplingParams
   ) -> SamplerState:
     """Returns an empty pool and states."""
     track_tokens = sampling_params.penalises_repetition
@@ -204,9 +207,14 @@ class PagedPrograms(Programs):
       signature = ("allocate", "states", slots, tracked)
       rows = (self.shards * slots, tracked)
       yield Program(signature, self.init_states, lambda rows=rows: rows)
-    yield from self._prefills(tracked)
+    if workload.resumes or workload.turns:
+      most = self.scheduler(workload.prompts, workload.group).capacity.slots
+      for slots in self.slot_counts:
+        # Without turns, completions are resumed when sampling begins, in all slots.
+        if workload.turns or slots == most:
+          yield from self._reads(SLOTS, slots, tracked)
+    yield from self._reads(PROMPTS, self.slots, tracked)
     yield from self._decodes(workload.sampling_params)
-    yield from self._resumptions(workload)
     for slots in self.slot_counts[1:]:
       order = np.zeros((self.shards, slots), np.int32)
       yield Program(
@@ -219,22 +227,23 @@ class PagedPrograms(Programs):
     """Returns the shapes and shardings of the state in all slots, for any workload."""
     return self._state(self.slots, workload.sampling_params.penalises_repetition)
 
-  def _prefills(self, tracked: bool) -> Iterator[Program]:
-    for width in self.prompt_widths[::-1]:
+  def _reads(self, part: Part, slots: int, tracked: bool) -> Iterator[Program]:
+    """Returns the programs that read prompts, or completions into this number of slots."""
+    idle = _idle(self, slots)
+    state = functools.partial(self._state, slots, tracked)
+    for width in self.widths[part][::-1]:
+      [rows] = self.row_counts(idle, part, width)
+      yield self.prefill_program(width, rows, state)
 
-      def arguments(width: int = width) -> tuple[Any, ...]:
-        shape = PrefillShape(width, self.entries, self.pad)
-        batch = prefill_batch(self.places, _idle(self, self.slots), nothing(self.shards), [], shape)
-        state = self._state(self.slots, tracked)
-        return state.kv, state.prompts, *batch
+      def arguments(width: int = width, rows: int = rows) -> tuple[Any, ...]:
+        into = state()
+        batch = self.insert_arguments(idle, part, width, rows)
+        return into.kv, getattr(into, part), *batch
 
-      yield Program(
-        ("prefill", width, tracked),
-        self.prefill,
-        arguments,
-        reads_params=True,
-        beside=lambda: self._state(self.slots, tracked).slots,
-      )
+      states = self.entries if part == PROMPTS else slots
+      signature = ("insert", part, states, width, rows, tracked)
+      others = lambda: state()._replace(kv=(), **{part: ()})
+      yield Program(signature, self.insert[part], arguments, beside=others)
 
   def _decodes(self, sampling_params: SamplingParams) -> Iterator[Program]:
     compiled = compiled_for(self, sampling_params)
@@ -252,30 +261,6 @@ class PagedPrograms(Programs):
         {"sampling_params": compiled},
         reads_params=True,
         beside=tuple,
-      )
-
-  def _resumptions(self, workload: Workload) -> Iterator[Program]:
-    most = self.scheduler(workload.prompts, workload.group).capacity.slots
-    tracked = workload.sampling_params.penalises_repetition
-    widths = self.sequence_widths[::-1] if workload.resumes or workload.turns else ()
-    # Without turns, completions go on when sampling begins, in all slots.
-    counts = [count for count in self.slot_counts if count == most or workload.turns]
-    for slots, width in [(slots, width) for slots in counts for width in widths]:
-
-      def arguments(slots: int = slots, width: int = width) -> tuple[Any, ...]:
-        shape = PrefillShape(width, slots, self.pad)
-        batch = resume_batch(
-          self.places, _idle(self, slots), nothing(self.shards), [], shape, shape.rows
-        )
-        state = self._state(slots, tracked)
-        return state.kv, state.slots, *batch
-
-      yield Program(
-        ("resume", slots, width, tracked),
-        self.resume,
-        arguments,
-        reads_params=True,
-        beside=lambda slots=slots: self._state(slots, tracked).prompts,
       )
 
   def _state(self, slots: int, tracked: bool) -> SamplerState:
