@@ -22,14 +22,12 @@ LEAST_TOKENS = 256
 SEQUENCE_FRACTIONS = (1.0, 0.5**0.5, 0.5, 0.5**1.5)
 SHORTEST_SEQUENCE = 32  # positions
 
-NO_ROW = 2**30  # past the last row of every array, so that what is written there is dropped
-
 # Token ids, by what their prompt or sequence is called.
 TokenIds = Sequence[Sequence[int]] | Mapping[Any, Sequence[int]]
 # For each shard, pairs of an entry or slot, and of what its sequence is called.
 Assigned = list[list[tuple[int, Any]]]
-# The same for each row of a batch; None for a row without a sequence.
-AssignedRows = Sequence[Sequence[tuple[int, Any] | None]]
+# For each shard and each row of a batch, the pairs that it is written to.
+Written = Sequence[Sequence[Sequence[tuple[int, Any]]]]
 
 
 class RoutesRead(NamedTuple):
@@ -119,23 +117,21 @@ class PrefillBatch(NamedTuple):
       ids += [sequences[name] for _, name in pairs] + [[pad]] * (self.rows - len(pairs))
     return pad_prompts(ids, self.width, pad)
 
-  def names(self, written: AssignedRows) -> list[tuple[int, Any]]:
-    """Returns pairs of a row of the batch and the sequence that is written from it."""
+  def written(self, copies: Copies) -> Written:
+    """Returns what the rows are written to: what they are assigned to, and its copies."""
     return [
-      (shard * self.rows + row, pair[1])
-      for shard, of_shard in enumerate(written)
-      for row, pair in enumerate(of_shard)
-      if pair is not None
-    ]
-
-  def rounds(self, copies: Copies) -> Iterator[AssignedRows]:
-    """Yields where the rows are written: first where they are assigned, then to their copies."""
-    left = [
       [[pair, *copies.get((shard, pair[0]), ())] for pair in pairs]
       for shard, pairs in enumerate(self.assigned)
     ]
-    while any(any(of_row) for rows in left for of_row in rows):
-      yield [[of_row.pop(0) if of_row else None for of_row in rows] for rows in left]
+
+  def names(self, written: Written) -> list[tuple[int, Any]]:
+    """Returns pairs of a row of the batch and a sequence that is written from it."""
+    return [
+      (shard * self.rows + row, name)
+      for shard, of_shard in enumerate(written)
+      for row, pairs in enumerate(of_shard)
+      for _, name in pairs
+    ]
 
 
 def row_counts(width: int, most: int) -> list[int]:

@@ -15,7 +15,7 @@ from gtpo_jax.models.decode import DecodeParams, Prefilled, decode_step, next_lo
 from gtpo_jax.models.experts.routing import RouteShape
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain
-from gtpo_jax.sampling.cache import Cache, States, constrain_kv, gather_rows, set_rows
+from gtpo_jax.sampling.cache import Cache, States, constrain_kv, gather_rows, take_rows
 from gtpo_jax.sampling.filters import (
   ALTERNATIVES,
   Alternatives,
@@ -129,7 +129,7 @@ def insert_rows(
   states: States,
   new: Prefilled,
   tokens: Prompts,
-  rows: jax.Array,
+  source: jax.Array,
   places: Any,
 ) -> tuple[Any, States]:
   """Writes sequences into a part of the cache; only the hidden state of the last position is kept.
@@ -141,8 +141,8 @@ def insert_rows(
     states: of the cached prompts, or of the slots.
     new: the sequences, from `prefill_rows`, without routes.
     tokens: [b, p], what they consist of.
-    rows: i32[shards, b / shards], the row of `states` within its shard that each sequence gets.
-      Sequences with a row past the last one are dropped.
+    source: i32[shards, rows of a shard], the sequence of its shard that each row of `states` gets;
+      below 0, a row stays.
     places: where the cache puts the keys and values, see `insert`.
   """
   seen_tokens = None
@@ -152,7 +152,7 @@ def insert_rows(
     ids = jnp.where(tokens.mask, tokens.tokens, vocab)
     seen_tokens = jnp.zeros((len(ids), vocab), bool)
     seen_tokens = seen_tokens.at[jnp.arange(len(ids))[:, None], ids].set(True, mode="drop")
-  set_states = lambda old, new: set_rows(model, old, new, rows.reshape(-1))
+  set_states = lambda old, new: take_rows(model, old, new, source.reshape(-1))
   states = jax.tree.map(set_states, states, States(new.hidden, seen_tokens, new.delta))
   return insert(kv, new.layers, places), states.constrained(model)
 

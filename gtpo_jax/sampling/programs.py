@@ -17,12 +17,12 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.mesh import batch_shards, bytes_per_device, named_sharding
 from gtpo_jax.sampling.batches import (
-  NO_ROW,
   Assigned,
-  AssignedRows,
+  Copies,
   PrefillBatch,
   RoutesRead,
   TokenIds,
+  Written,
   nothing,
   prefill_batches,
   without_copies,
@@ -227,37 +227,41 @@ class Programs(abc.ABC):
     """Returns the numbers of rows per shard, descending, that a batch of a width may have."""
 
   @abc.abstractmethod
-  def places_in_cache(
-    self, scheduler: Scheduler, part: Part, assigned: AssignedRows, into: np.ndarray, width: int
-  ) -> np.ndarray:
-    """Returns where the cache puts the keys and values of the rows of a batch.
+  def insertions(
+    self,
+    scheduler: Scheduler,
+    part: Part,
+    batch: PrefillBatch,
+    written: Written,
+    source: np.ndarray,
+  ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields what each call of `insert` takes that writes a batch.
 
     Args:
       scheduler: the schedule.
       part: what is written.
-      assigned: the entry or slot of each row of each shard.
-      into: the same as i32[shards, b / shards], with `NO_ROW` for unused rows.
-      width: the positions of a row.
+      batch: the sequences.
+      written: where the rows of the batch are written.
+      source: the same as i32[shards, rows of a shard]: for each entry or slot a row, or -1.
+
+    Yields:
+      The `source` of a call, and where the cache puts keys and values, as in `Cache.insert`.
     """
 
-  def places(
-    self, scheduler: Scheduler, part: Part, assigned: AssignedRows, batch: PrefillBatch
-  ) -> tuple[np.ndarray, Any]:
-    """Returns the entries or slots i32[shards, b / shards] of a batch's rows, and their places.
-
-    The latter are as `Cache.insert` takes them. With nothing assigned, nothing is written.
-    """
-    into = np.full((self.shards, batch.rows), NO_ROW, np.int32)
-    first = np.full_like(into, batch.width)
-    slots = scheduler.capacity.slots
-    for shard, of_shard in enumerate(assigned):
-      for row, pair in enumerate(of_shard):
-        if pair is not None:
-          into[shard, row] = pair[0]
+  def _insertions(
+    self, scheduler: Scheduler, part: Part, batch: PrefillBatch, written: Written, rows: int
+  ) -> Iterator[tuple[np.ndarray, Any]]:
+    """Yields `source` and `places` of each `insert_rows` of a batch into `rows` per shard."""
+    source = np.full((self.shards, rows), -1, np.int32)
+    first = np.full((self.shards, batch.rows), batch.width, np.int32)
+    for shard, of_shard in enumerate(written):
+      for row, pairs in enumerate(of_shard):
+        for into, _ in pairs:
+          source[shard, into] = row
           if part == SLOTS:
-            first[shard, row] -= scheduler.slots.generated[shard * slots + pair[0]]
-    where = self.places_in_cache(scheduler, part, assigned, into, batch.width)
-    return into, (where if part == PROMPTS else (where, first))
+            first[shard, row] -= scheduler.slots.generated[shard * rows + into]
+    for of_call, places in self.insertions(scheduler, part, batch, written, source):
+      yield of_call, (places if part == PROMPTS else (places, first))
 
   def prefill_assigned(
     self, params: DecodeParams, state: SamplerState, scheduler: Scheduler, prompts: TokenIds
@@ -314,22 +318,23 @@ class Programs(abc.ABC):
     sequences: TokenIds,
     read: list[RoutesRead],
   ) -> SamplerState:
-    """Reads sequences into the cache, equal ones once, and adds their routes to `read`."""
+    """Reads sequences into the cache, equal prompts once, and adds their routes to `read`."""
     counts = {width: self.row_counts(scheduler, part, width) for width in self.widths[part]}
-    distinct, copies = without_copies(assigned, sequences)
-    for batch in prefill_batches(distinct, sequences, counts, self.config.batch_invariant):
+    copies: Copies = {}
+    if part == PROMPTS:
+      assigned, copies = without_copies(assigned, sequences)
+    for batch in prefill_batches(assigned, sequences, counts, self.config.batch_invariant):
       tokens = batch.tokens(sequences, self.pad)
       new = self.prefill(params, tokens)
-      rows: list[tuple[int, Any]] = []
-      for written in batch.rounds(copies):
-        places = self.places(scheduler, part, written, batch)
+      written = batch.written(copies)
+      rows = len(getattr(state, part).hidden) // self.shards
+      for places in self._insertions(scheduler, part, batch, written, rows):
         kv = self.cache.part(state.kv, part)
         states = getattr(state, part)
         kv, states = self.insert[part](kv, states, new._replace(routes=None), tokens, *places)
         state = state._replace(kv=self.cache.with_part(state.kv, part, kv), **{part: states})
-        rows += batch.names(written)
       if new.routes is not None:
-        read.append(RoutesRead(new.routes, rows))
+        read.append(RoutesRead(new.routes, batch.names(written)))
     return state
 
   def prefill_program(self, width: int, rows: int, beside: Callable[[], Any]) -> Program:
@@ -339,14 +344,22 @@ class Programs(abc.ABC):
     return Program(signature, self.prefill, lambda: (tokens,), reads_params=True, beside=beside)
 
   def insert_arguments(
-    self, scheduler: Scheduler, part: Part, width: int, rows: int
+    self, scheduler: Scheduler, part: Part, width: int, rows: int, into: int
   ) -> tuple[Any, ...]:
-    """Returns what `insert` takes after keys, values and states, for a batch without sequences."""
+    """Returns what `insert` takes after keys, values and states, for a batch without sequences.
+
+    Args:
+      scheduler: without prompts.
+      part: what is written.
+      width: positions of a row.
+      rows: of the batch, per shard.
+      into: entries or slots per shard.
+    """
     batch = PrefillBatch(width, rows, nothing(self.shards))
     states = abstract_states(self.model, self.shards * rows, track_tokens=False)
     layers = self.abstract_kv(lambda: computed_zeros(self.model, self.shards * rows, width))
     new = Prefilled(states.hidden, layers, states.delta, None)
-    places = self.places(scheduler, part, batch.assigned, batch)
+    [places] = self._insertions(scheduler, part, batch, batch.assigned, into)
     return new, batch.tokens({}, self.pad), *places
 
   def abstract_kv(self, zeros: Callable[[], Any]) -> Any:

@@ -49,7 +49,8 @@ def play(pool, shards, slots, lengths, prompt_lengths, limit, fewer=0):
   ran = waited = 0
   while True:
     while any(assigned := scheduler.assign(2)):
-      written = places(scheduler.space, "prompts", assigned, 2, width)
+      rows = [[[pair] for pair in pairs] for pairs in assigned]
+      written = places(scheduler.space, "prompts", rows, 2, width)
       for shard, pairs in enumerate(assigned):
         for row, (_, prompt) in enumerate(pairs):
           length = prompt_lengths[prompt]

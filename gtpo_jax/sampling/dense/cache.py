@@ -7,6 +7,8 @@ In shapes, p is the length of the prompts' arrays and w that of the slots'.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -33,7 +35,7 @@ from gtpo_jax.sampling.cache import (
   gather_rows,
   position_axes,
   quantise,
-  set_rows,
+  take_rows,
   within_shards,
 )
 from gtpo_jax.sampling.dense.tables import DenseTables
@@ -81,22 +83,22 @@ class DenseCache:
     """Returns `kv` with other arrays of the prompts or slots."""
     return kv._replace(**{name: part})
 
-  def insert(self, prompts: list[KV], new: list[KV], places: jax.Array) -> list[KV]:
-    """Writes b prompts of up to p positions into the entries `places` i32[shards, b / shards].
+  def insert(self, prompts: list[KV], new: list[KV], source: jax.Array) -> list[KV]:
+    """Writes prompts of up to p positions into entries.
 
     They end at the last position. What precedes them is not read (`DenseTables.entry_lengths`).
-    Prompts with an entry past the last one are dropped.
+
+    Args:
+      prompts: the keys and values.
+      new: of the prompts, padded on the left.
+      source: i32[shards, entries of a shard], the prompt that each entry gets; below 0, none.
     """
 
     def insert(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-      last = (slice(None),) * (axis - 1) + (slice(old.shape[axis] - new.shape[axis], None),)
-      write = lambda old, new, index: old.at[(index, *last)].set(new, mode="drop")
-      return within_shards(self.model, write, old, new, places.reshape(-1))
+      new = _pad_axis(new, axis, old.shape[axis], at_end=False)
+      return take_rows(self.model, old, new, source.reshape(-1))
 
-    return [
-      constrain_kv(self.model, jax.tree.map(insert, old, _cast(new, old), position_axes(old)))
-      for old, new in zip(prompts, new, strict=True)
-    ]
+    return [self._changed(insert, old, new) for old, new in zip(prompts, new, strict=True)]
 
   def insert_completions(
     self, slots: list[KV], new: list[KV], places: tuple[jax.Array, jax.Array]
@@ -106,22 +108,24 @@ class DenseCache:
     Args:
       slots: the keys and values.
       new: of the sequences, padded on the left.
-      places: i32[shards, b / shards] each, the slot within the shard, past the last one for unused
-        rows, and the position of the completion's first token.
+      places: the sequence that each slot gets, i32[shards, slots of a shard], below 0 for none; and
+        i32[shards, b / shards], the position of each completion's first token.
     """
-    into, first = places
-    w = slots[0].v.shape[3]
+    source, first = places
 
     def insert(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+      w = old.shape[axis]
       new = jax.lax.slice_in_dim(new, 0, min(w, new.shape[axis]), axis=axis)
-      new = _pad_axis(new, axis, w)
-      return set_rows(self.model, old, new, into.reshape(-1))
+      return take_rows(self.model, old, _pad_axis(new, axis, w), source.reshape(-1))
 
-    def insert_layer(old: KV, new: KV) -> KV:
-      new = _cast(from_position(self.model, new, first), old)
-      return constrain_kv(self.model, jax.tree.map(insert, old, new, position_axes(old)))
+    return [
+      self._changed(insert, old, from_position(self.model, new, first))
+      for old, new in zip(slots, new, strict=True)
+    ]
 
-    return [insert_layer(old, new) for old, new in zip(slots, new, strict=True)]
+  def _changed(self, change: Callable[..., jax.Array], old: KV, new: KV) -> KV:
+    """Returns change(old, new, position axis) for each array, with `new` in the cache's format."""
+    return constrain_kv(self.model, jax.tree.map(change, old, _cast(new, old), position_axes(old)))
 
   def zero_chunk(self, slots: int, positions: int) -> list[KV]:
     """Returns a zeroed buffer for a chunk, per layer [s, 1, k, ...]."""
@@ -186,17 +190,14 @@ class DenseCache:
     self, kv: DenseKV, chunk: list[KV], tables: DenseTables, generated: jax.Array
   ) -> DenseKV:
     """Writes a chunk's keys and values into the slots' arrays, from `generated` on."""
+    on_cpu = self.model.mesh.devices.flat[0].platform == "cpu"
 
     def append(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-      update = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(
-        old, new, start, axis - 1
-      )
-      return within_shards(self.model, jax.vmap(update), old, new, generated)
+      # For an update at an offset of each row, XLA converts arrays of 16-bit floats on a CPU.
+      write = _select_positions if on_cpu and old.dtype.itemsize == 2 else _update_positions
+      return within_shards(self.model, functools.partial(write, axis), old, new, generated)
 
-    slots = [
-      constrain_kv(self.model, jax.tree.map(append, old, _cast(new, old), position_axes(old)))
-      for old, new in zip(kv.slots, chunk, strict=True)
-    ]
+    slots = [self._changed(append, old, new) for old, new in zip(kv.slots, chunk, strict=True)]
     return kv._replace(slots=slots)
 
   def grow(self, slots: list[KV], length: int) -> list[KV]:
@@ -225,9 +226,7 @@ class DenseCache:
       if cut > 0:
         first = cut if at_end else 0
         return jax.lax.slice_in_dim(x, first, first + length, axis=axis)
-      widths = [(0, 0)] * x.ndim
-      widths[axis] = (-cut, 0) if at_end else (0, -cut)
-      return jnp.pad(x, widths)
+      return _pad_axis(x, axis, length, at_end=not at_end)
 
     return [constrain_kv(self.model, jax.tree.map(change, x, position_axes(x))) for x in kv]
 
@@ -254,11 +253,27 @@ def _attend_prompts(
   return PartialAttention(*map(to_slots, partial))
 
 
-def _pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
+def _pad_axis(x: jax.Array, axis: int, length: int, at_end: bool = True) -> jax.Array:
   """Pads an axis of `x` to `length`."""
+  missing = length - x.shape[axis]
   widths = [(0, 0)] * x.ndim
-  widths[axis] = (0, length - x.shape[axis])
+  widths[axis] = (0, missing) if at_end else (missing, 0)
   return jnp.pad(x, widths)
+
+
+def _update_positions(axis: int, old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  """Returns `old` with `new` from position `start` i32[rows] of each row on."""
+  update = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis - 1)
+  return jax.vmap(update)(old, new, start)
+
+
+def _select_positions(axis: int, old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  """Does what `_update_positions` does by choosing for each position; nothing is past the end."""
+  source = jnp.arange(old.shape[axis]) - start[:, None]
+  source = source.reshape(len(old), *(-1 if i == axis else 1 for i in range(1, old.ndim)))
+  is_new = (source >= 0) & (source < new.shape[axis])
+  taken = jnp.take_along_axis(new, jnp.clip(source, 0, new.shape[axis] - 1), axis)
+  return jnp.where(is_new, taken, old)
 
 
 def _cast(kv: KV, like: KV) -> KV:

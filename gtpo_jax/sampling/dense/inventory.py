@@ -119,7 +119,7 @@ class Inventory:
 
     def arguments() -> tuple:
       slots = self._capacity.slots if part == PROMPTS else into
-      batch = owner.insert_arguments(_idle(self._capacity, slots), part, width, rows)
+      batch = owner.insert_arguments(_idle(self._capacity, slots), part, width, rows, into)
       return self._kv(into, cached), self._states(into), *batch
 
     signature = ("insert", part, into, cached, width, rows, self._tracked)

@@ -19,9 +19,10 @@ from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.decode import DecodeParams, decode_bytes
 from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.batches import (
-  AssignedRows,
+  PrefillBatch,
   RoutesRead,
   TokenIds,
+  Written,
   row_counts,
   rows_at_once,
   sequence_lengths,
@@ -216,11 +217,16 @@ class DensePrograms(Programs):
       return sorted({min(SERVING_ROWS, rows_at_once(width, most)), 1}, reverse=True)
     return row_counts(width, most)[: None if self._on_cpu else 1]
 
-  def places_in_cache(
-    self, scheduler: Scheduler, part: Part, assigned: AssignedRows, into: np.ndarray, width: int
-  ) -> np.ndarray:
-    """Returns `into`: an entry and a slot are their own places."""
-    return into
+  def insertions(
+    self,
+    scheduler: Scheduler,
+    part: Part,
+    batch: PrefillBatch,
+    written: Written,
+    source: np.ndarray,
+  ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields one insertion, in which an entry and a slot are their own places; see `Programs`."""
+    yield source, source
 
   def new_state(
     self, scheduler: Scheduler, longest_prompt: int, sampling_params: SamplingParams

@@ -13,7 +13,7 @@ import numpy as np
 
 from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.runtime.fields import AUTO
-from gtpo_jax.sampling.batches import AssignedRows, rows_at_once
+from gtpo_jax.sampling.batches import PrefillBatch, Written, rows_at_once
 from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, head_axis
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.paged.cache import PagedCache
@@ -173,11 +173,22 @@ class PagedPrograms(Programs):
     """Returns the one number of rows per shard that a batch of a width has."""
     return [rows_at_once(width, self.entries if part == PROMPTS else scheduler.capacity.slots)]
 
-  def places_in_cache(
-    self, scheduler: Scheduler, part: Part, assigned: AssignedRows, into: np.ndarray, width: int
-  ) -> np.ndarray:
-    """Returns the pages of the rows of a batch; see `Programs`."""
-    return places(scheduler.space, part, assigned, into.shape[1], width)
+  def insertions(
+    self,
+    scheduler: Scheduler,
+    part: Part,
+    batch: PrefillBatch,
+    written: Written,
+    source: np.ndarray,
+  ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields an insertion for all rows, and then those of copies; see `Programs`.
+
+    All entries and slots get their states in the first one.
+    """
+    most = max((len(pairs) for of_shard in written for pairs in of_shard), default=1)
+    for i in range(most):
+      assigned = [[pairs[i : i + 1] for pairs in of_shard] for of_shard in written]
+      yield source, places(scheduler.space, part, assigned, batch.rows, batch.width)
 
   def new_state(
     self, scheduler: Scheduler, longest_prompt: int, sampling_params: SamplingParams
@@ -231,17 +242,17 @@ class PagedPrograms(Programs):
     """Returns the programs that read prompts, or completions into this number of slots."""
     idle = _idle(self, slots)
     state = functools.partial(self._state, slots, tracked)
+    into = self.entries if part == PROMPTS else slots
     for width in self.widths[part][::-1]:
       [rows] = self.row_counts(idle, part, width)
       yield self.prefill_program(width, rows, state)
 
       def arguments(width: int = width, rows: int = rows) -> tuple[Any, ...]:
-        into = state()
-        batch = self.insert_arguments(idle, part, width, rows)
-        return into.kv, getattr(into, part), *batch
+        before = state()
+        batch = self.insert_arguments(idle, part, width, rows, into)
+        return before.kv, getattr(before, part), *batch
 
-      states = self.entries if part == PROMPTS else slots
-      signature = ("insert", part, states, width, rows, tracked)
+      signature = ("insert", part, into, width, rows, tracked)
       others = lambda: state()._replace(kv=(), **{part: ()})
       yield Program(signature, self.insert[part], arguments, beside=others)
 
