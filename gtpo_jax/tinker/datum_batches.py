@@ -1,7 +1,8 @@
 """The data of a request as batches of prompts and completions, of few shapes.
 
 A sequence is divided where its loss begins: what precedes is its prompt, which sequences with the
-same one share. Lengths and numbers of rows are powers of two, so that few programs are compiled.
+same one share. Lengths of completions and numbers of rows are powers of two, and lengths of prompts
+also the means of two neighbours, so that few programs are compiled.
 The batches of a request depend on nothing but the request.
 
 Dimension letters: n prompts, g sequences of a prompt, p and t positions of prompts and completions.
@@ -23,7 +24,7 @@ from gtpo_jax.tinker.losses import RATIO_MASK, Loss, LossInputs
 from gtpo_jax.tinker.wire import Datum
 
 SHORTEST_PROMPT = 32
-SHORTEST_COMPLETION = 16
+SHORTEST_COMPLETION = 8
 LARGEST_GROUP = 32
 BATCH_TOKENS = {"cpu": 4096}  # positions of a batch on a device, by platform
 DEVICE_TOKENS = 32_768
@@ -89,7 +90,7 @@ def divide(
   """
   shapes: dict[tuple[int, int, int], list[list[int]]] = collections.defaultdict(list)
   for group in by_prompt(data, begins):
-    p = doubled(begins[group[0]] + 1, SHORTEST_PROMPT)
+    p = prompt_width(begins[group[0]] + 1)
     longest = lambda i: len(data[i].tokens) - begins[i]
     by_length: dict[int, list[int]] = collections.defaultdict(list)
     for i in group:
@@ -104,6 +105,13 @@ def divide(
       chosen = pieces[start : start + most]
       n = doubled(-(-len(chosen) // shards), 1) * shards
       yield _part(data, begins, chosen, loss, (n, g, p, t), pad)
+
+
+def prompt_width(length: int) -> int:
+  """Returns the positions of prompts of up to `length` tokens."""
+  power = doubled(length, SHORTEST_PROMPT)
+  between = power * 3 // 4
+  return between if power > SHORTEST_PROMPT and length <= between else power
 
 
 def doubled(size: int, least: int = 1) -> int:

@@ -14,7 +14,7 @@ from gtpo_jax.models.config import Lora
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.serving.api_errors import ApiError
-from gtpo_jax.tinker.datum_batches import divide, loss_begins
+from gtpo_jax.tinker.datum_batches import divide, loss_begins, prompt_width
 from gtpo_jax.tinker.losses import SETTINGS, make_loss
 from gtpo_jax.tinker.training_programs import StepSettings, make_programs
 from gtpo_jax.tinker.wire import Datum
@@ -194,10 +194,15 @@ def test_groups_of_any_size_are_divided_with_little_padding():
   parts = list(divide(data, [loss_begins(x) for x in data], loss, 1, 0, "cpu"))
   assert sorted(index for _, places in parts for index, _, _ in places) == list(range(13))
   rows = parts[0].rows
-  assert rows.tokens.shape == (1, 16, 16)
+  assert rows.tokens.shape == (1, 16, 8)
   assert rows.prompts.tokens[0, -3:].tolist() == [1, 2, 3]
   assert rows.targets[0, 0, :2].tolist() == [3, 4]
   assert rows.tokens[0, 0, 0] == 4
+
+
+def test_prompts_are_padded_to_powers_of_two_and_the_means_of_neighbours():
+  lengths = (1, 32, 33, 48, 49, 64, 65, 97)
+  assert [prompt_width(length) for length in lengths] == [32, 32, 48, 48, 64, 64, 96, 128]
 
 
 @pytest.mark.parametrize(
