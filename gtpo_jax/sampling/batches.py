@@ -124,11 +124,11 @@ class PrefillBatch(NamedTuple):
       for shard, pairs in enumerate(self.assigned)
     ]
 
-  def names(self, written: Written) -> list[tuple[int, Any]]:
+  def names(self, copies: Copies) -> list[tuple[int, Any]]:
     """Returns pairs of a row of the batch and a sequence that is written from it."""
     return [
       (shard * self.rows + row, name)
-      for shard, of_shard in enumerate(written)
+      for shard, of_shard in enumerate(self.written(copies))
       for row, pairs in enumerate(of_shard)
       for _, name in pairs
     ]

@@ -107,11 +107,28 @@ class _Record(NamedTuple):
 NUMBERS = ("log_probs", "entropy", "drawn_log_probs", "plain_log_probs")  # in this order
 
 
-def prefill_rows(model: Transformer, params: DecodeParams, tokens: Prompts) -> Prefilled:
-  """Reads sequences [b, p], which are padded on the left; `insert_rows` writes them into a cache.
+def read_rows(
+  model: Transformer,
+  insert: Callable[[Any, list[KV], Any], Any],
+  params: DecodeParams,
+  kv: Any,
+  states: States,
+  tokens: Prompts,
+  source: jax.Array,
+  places: Any,
+) -> tuple[Any, States, jax.Array | None]:
+  """Reads sequences into a part of the cache: `prefill_rows`, then `insert_rows`.
 
-  The two are programs of their own, so that the larger one does not depend on the cache's shapes.
+  Returns:
+    The keys and values, the states, and `Prefilled.routes` on every device.
   """
+  new = prefill_rows(model, params, tokens)
+  kv, states = insert_rows(model, insert, kv, states, new, tokens, source, places)
+  return kv, states, new.routes
+
+
+def prefill_rows(model: Transformer, params: DecodeParams, tokens: Prompts) -> Prefilled:
+  """Computes sequences [b, p], padded on the left: prompts, or prompts with completions."""
   hidden, layers, delta, routes = prefill(model, params, tokens)
   hidden = constrain(hidden, model.mesh, "batch")
   return Prefilled(
@@ -139,7 +156,7 @@ def insert_rows(
     insert: `Cache.insert` or `Cache.insert_completions`.
     kv: the keys and values of that part.
     states: of the cached prompts, or of the slots.
-    new: the sequences, from `prefill_rows`, without routes.
+    new: the sequences.
     tokens: [b, p], what they consist of.
     source: i32[shards, rows of a shard], the sequence of its shard that each row of `states` gets;
       below 0, a row stays.

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gtpo_jax.models.decode import DecodeParams, Prefilled, make_decode_params
+from gtpo_jax.arrays import Prompts
+from gtpo_jax.models.decode import DecodeParams, make_decode_params
 from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.models.params import Params, quantize_params
 from gtpo_jax.models.transformer import Transformer
@@ -22,29 +23,11 @@ from gtpo_jax.sampling.batches import (
   PrefillBatch,
   RoutesRead,
   TokenIds,
-  Written,
   nothing,
   prefill_batches,
-  without_copies,
 )
-from gtpo_jax.sampling.cache import (
-  PROMPTS,
-  SLOTS,
-  Cache,
-  Part,
-  States,
-  computed_zeros,
-  gather_rows,
-  head_axis,
-)
-from gtpo_jax.sampling.chunk import (
-  Chunk,
-  ChunkLimits,
-  Decoder,
-  decode_chunk,
-  insert_rows,
-  prefill_rows,
-)
+from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Cache, Part, States, gather_rows, head_axis
+from gtpo_jax.sampling.chunk import Chunk, ChunkLimits, Decoder, decode_chunk
 from gtpo_jax.sampling.filters import RowSampling
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
@@ -108,13 +91,14 @@ class Programs(abc.ABC):
     pad: the padding id.
     layout: params -> DecodeParams, with adapters merged unless the base is quantised.
     derive_keys: see `_derive_keys`; for `KEYS_AT_ONCE` keys.
-    prefill: (params, tokens) -> `Prefilled`, see `prefill_rows`.
-    insert: writes its result into a part of the cache, see `insert_rows`.
+    read: reads sequences into the prompts ("prompts") or slots ("slots") of a cache, see
+      `read_rows`.
     decode_chunk: see there.
     init_states, keep_rows: make the states of rows, and select some of each shard.
   """
 
   widths: dict[Part, list[int]]
+  read: dict[Part, Callable[..., tuple[Any, States, jax.Array | None]]]
   static_temperature = False
 
   def __init__(self, settings: ProgramSettings, cache: Cache):
@@ -139,12 +123,6 @@ class Programs(abc.ABC):
 
     self.layout = jax.jit(functools.partial(_decode_params, settings.trained, model))
     self.derive_keys = jax.jit(_derive_keys)
-    self.prefill = stoppable(functools.partial(prefill_rows, model))
-    inserts = {PROMPTS: cache.insert, SLOTS: cache.insert_completions}
-    self.insert = {
-      part: jax.jit(functools.partial(insert_rows, model, insert), donate_argnums=(0, 1))
-      for part, insert in inserts.items()
-    }
     decoder = Decoder(model, cache, self.chunk, settings.vocab_limit)
     decode = functools.partial(decode_chunk, decoder)
     self.decode_chunk = stoppable(decode, 1, 3, static="sampling_params")
@@ -227,41 +205,49 @@ class Programs(abc.ABC):
     """Returns the numbers of rows per shard, descending, that a batch of a width may have."""
 
   @abc.abstractmethod
-  def insertions(
-    self,
-    scheduler: Scheduler,
-    part: Part,
-    batch: PrefillBatch,
-    written: Written,
-    source: np.ndarray,
-  ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields what each call of `insert` takes that writes a batch.
+  def places_in_cache(
+    self, scheduler: Scheduler, part: Part, batch: PrefillBatch, source: np.ndarray
+  ) -> np.ndarray:
+    """Returns where the cache puts keys and values of a batch, see `Cache.insert`.
 
     Args:
       scheduler: the schedule.
       part: what is written.
       batch: the sequences.
-      written: where the rows of the batch are written.
-      source: the same as i32[shards, rows of a shard]: for each entry or slot a row, or -1.
-
-    Yields:
-      The `source` of a call, and where the cache puts keys and values, as in `Cache.insert`.
+      source: i32[shards, rows of a shard], for each entry or slot a row of the batch, or -1.
     """
 
-  def _insertions(
-    self, scheduler: Scheduler, part: Part, batch: PrefillBatch, written: Written, rows: int
-  ) -> Iterator[tuple[np.ndarray, Any]]:
-    """Yields `source` and `places` of each `insert_rows` of a batch into `rows` per shard."""
+  def places(
+    self,
+    scheduler: Scheduler,
+    part: Part,
+    batch: PrefillBatch,
+    rows: int,
+    copies: Copies | None = None,
+  ) -> tuple[np.ndarray, Any]:
+    """Returns `source` and `places` of `insert_rows` for a batch.
+
+    Args:
+      scheduler: the schedule.
+      part: what is written.
+      batch: the sequences; with none, nothing is written.
+      rows: entries or slots per shard.
+      copies: see `without_copies`; None for none.
+    """
     source = np.full((self.shards, rows), -1, np.int32)
     first = np.full((self.shards, batch.rows), batch.width, np.int32)
-    for shard, of_shard in enumerate(written):
+    for shard, of_shard in enumerate(batch.written(copies or {})):
       for row, pairs in enumerate(of_shard):
         for into, _ in pairs:
           source[shard, into] = row
           if part == SLOTS:
             first[shard, row] -= scheduler.slots.generated[shard * rows + into]
-    for of_call, places in self.insertions(scheduler, part, batch, written, source):
-      yield of_call, (places if part == PROMPTS else (places, first))
+    where = self.places_in_cache(scheduler, part, batch, source)
+    return source, (where if part == PROMPTS else (where, first))
+
+  def without_copies(self, assigned: Assigned, prompts: TokenIds) -> tuple[Assigned, Copies]:
+    """Returns the prompts to compute, and what else gets the same; by default all are computed."""
+    return assigned, {}
 
   def prefill_assigned(
     self, params: DecodeParams, state: SamplerState, scheduler: Scheduler, prompts: TokenIds
@@ -322,31 +308,22 @@ class Programs(abc.ABC):
     counts = {width: self.row_counts(scheduler, part, width) for width in self.widths[part]}
     copies: Copies = {}
     if part == PROMPTS:
-      assigned, copies = without_copies(assigned, sequences)
+      assigned, copies = self.without_copies(assigned, sequences)
     for batch in prefill_batches(assigned, sequences, counts, self.config.batch_invariant):
+      states = getattr(state, part)
+      places = self.places(scheduler, part, batch, len(states.hidden) // self.shards, copies)
+      kv = self.cache.part(state.kv, part)
       tokens = batch.tokens(sequences, self.pad)
-      new = self.prefill(params, tokens)
-      written = batch.written(copies)
-      rows = len(getattr(state, part).hidden) // self.shards
-      for places in self._insertions(scheduler, part, batch, written, rows):
-        kv = self.cache.part(state.kv, part)
-        states = getattr(state, part)
-        kv, states = self.insert[part](kv, states, new._replace(routes=None), tokens, *places)
-        state = state._replace(kv=self.cache.with_part(state.kv, part, kv), **{part: states})
-      if new.routes is not None:
-        read.append(RoutesRead(new.routes, batch.names(written)))
+      kv, states, routes = self.read[part](params, kv, states, tokens, *places)
+      state = state._replace(kv=self.cache.with_part(state.kv, part, kv), **{part: states})
+      if routes is not None:
+        read.append(RoutesRead(routes, batch.names(copies)))
     return state
 
-  def prefill_program(self, width: int, rows: int, beside: Callable[[], Any]) -> Program:
-    """Returns the program that reads batches of a width with `rows` rows per shard."""
-    tokens = PrefillBatch(width, rows, nothing(self.shards)).tokens({}, self.pad)
-    signature = ("prefill", width, rows)
-    return Program(signature, self.prefill, lambda: (tokens,), reads_params=True, beside=beside)
-
-  def insert_arguments(
+  def empty_batch(
     self, scheduler: Scheduler, part: Part, width: int, rows: int, into: int
-  ) -> tuple[Any, ...]:
-    """Returns what `insert` takes after keys, values and states, for a batch without sequences.
+  ) -> tuple[Prompts, np.ndarray, Any]:
+    """Returns what `read` takes last, for a batch without sequences.
 
     Args:
       scheduler: without prompts.
@@ -356,11 +333,7 @@ class Programs(abc.ABC):
       into: entries or slots per shard.
     """
     batch = PrefillBatch(width, rows, nothing(self.shards))
-    states = abstract_states(self.model, self.shards * rows, track_tokens=False)
-    layers = self.abstract_kv(lambda: computed_zeros(self.model, self.shards * rows, width))
-    new = Prefilled(states.hidden, layers, states.delta, None)
-    [places] = self._insertions(scheduler, part, batch, batch.assigned, into)
-    return new, batch.tokens({}, self.pad), *places
+    return batch.tokens({}, self.pad), *self.places(scheduler, part, batch, into)
 
   def abstract_kv(self, zeros: Callable[[], Any]) -> Any:
     """Returns the shapes of keys and values [rows, 1, k, ...], with their shardings."""

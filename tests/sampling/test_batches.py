@@ -27,9 +27,8 @@ def test_a_prefill_batch_has_the_same_rows_in_every_shard():
   batch = PrefillBatch(2, 2, [[(4, 1), (0, 0)], [(2, 2)]])
   tokens = batch.tokens([[1], [5, 6], [8]], PAD)
   np.testing.assert_array_equal(tokens.tokens, [[5, 6], [3, 1], [3, 8], [3, 3]])
-  written = batch.written({})
-  assert written == [[[(4, 1)], [(0, 0)]], [[(2, 2)]]]
-  assert batch.names(written) == [(0, 1), (1, 0), (2, 2)]
+  assert batch.written({}) == [[[(4, 1)], [(0, 0)]], [[(2, 2)]]]
+  assert batch.names({}) == [(0, 1), (1, 0), (2, 2)]
 
 
 def test_equal_prompts_are_prefilled_once():
@@ -40,6 +39,5 @@ def test_equal_prompts_are_prefilled_once():
   assert distinct == [[(0, 0), (1, 1)], [(0, 4)]]
   assert copies == {(0, 0): [(2, 2), (3, 3)]}
   batch = PrefillBatch(2, 2, distinct)
-  written = batch.written(copies)
-  assert written == [[[(0, 0), (2, 2), (3, 3)], [(1, 1)]], [[(0, 4)]]]
-  assert batch.names(written) == [(0, 0), (0, 2), (0, 3), (1, 1), (2, 4)]
+  assert batch.written(copies) == [[[(0, 0), (2, 2), (3, 3)], [(1, 1)]], [[(0, 4)]]]
+  assert batch.names(copies) == [(0, 0), (0, 2), (0, 3), (1, 1), (2, 4)]

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gtpo_jax.sampling.batches import PrefillBatch
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, places
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import capacity_for
@@ -49,8 +50,8 @@ def play(pool, shards, slots, lengths, prompt_lengths, limit, fewer=0):
   ran = waited = 0
   while True:
     while any(assigned := scheduler.assign(2)):
-      rows = [[[pair] for pair in pairs] for pairs in assigned]
-      written = places(scheduler.space, "prompts", rows, 2, width)
+      batch = PrefillBatch(width, 2, assigned)
+      written = places(scheduler.space, "prompts", batch)
       for shard, pairs in enumerate(assigned):
         for row, (_, prompt) in enumerate(pairs):
           length = prompt_lengths[prompt]

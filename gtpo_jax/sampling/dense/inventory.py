@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from gtpo_jax.models.attention.sources import KV
-from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, States
+from gtpo_jax.models.decode import Prefilled
+from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, States, computed_zeros
 from gtpo_jax.sampling.dense.cache import DenseKV
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.inventory import Program, Workload
@@ -90,7 +91,7 @@ class Inventory:
     beside = lambda: self.state(self._widths[0], slots, length)
     batches = list(self._batches(PROMPTS, slots))
     for width, rows in batches:
-      yield owner.prefill_program(width, rows, beside)
+      yield self._prefill(width, rows, beside)
     for entries in self._entries:
       for cached in self._widths:
         for width, rows in batches:
@@ -104,6 +105,14 @@ class Inventory:
     for width in owner.widths[part][::-1]:
       for rows in owner.row_counts(idle, part, width):
         yield width, rows
+
+  def _prefill(self, width: int, rows: int, beside: Callable[[], Any]) -> Program:
+    """Returns the program that computes batches of a width with `rows` rows per shard."""
+    owner = self._owner
+    idle = _idle(self._capacity, self._capacity.slots)
+    tokens = owner.empty_batch(idle, PROMPTS, width, rows, 1)[:1]
+    signature = ("prefill", width, rows)
+    return Program(signature, owner.prefill, lambda: tokens, reads_params=True, beside=beside)
 
   def _insertion(self, part: Part, into: int, cached: int, width: int, rows: int) -> Program:
     """Returns the program that writes a batch into the cache.
@@ -119,8 +128,11 @@ class Inventory:
 
     def arguments() -> tuple:
       slots = self._capacity.slots if part == PROMPTS else into
-      batch = owner.insert_arguments(_idle(self._capacity, slots), part, width, rows, into)
-      return self._kv(into, cached), self._states(into), *batch
+      batch = owner.empty_batch(_idle(self._capacity, slots), part, width, rows, into)
+      states = self._states(rows)
+      zeros = lambda: computed_zeros(owner.model, owner.shards * rows, width)
+      new = Prefilled(states.hidden, owner.abstract_kv(zeros), states.delta, None)
+      return self._kv(into, cached), self._states(into), new, *batch
 
     signature = ("insert", part, into, cached, width, rows, self._tracked)
     return Program(signature, owner.insert[part], arguments)
@@ -156,7 +168,6 @@ class Inventory:
       )
 
   def _resumptions(self) -> Iterator[Program]:
-    owner = self._owner
     workload = self._workload
     if not (workload.resumes or workload.turns):
       return
@@ -165,7 +176,7 @@ class Inventory:
     shapes = [(slots, *batch) for slots in counts for batch in self._batches(SLOTS, slots)]
     beside = lambda: self.state(self._widths[0], self._capacity.slots, self._lengths[0])
     for width, rows in dict.fromkeys((width, rows) for _, width, rows in shapes):
-      yield owner.prefill_program(width, rows, beside)
+      yield self._prefill(width, rows, beside)
     for slots, width, rows in shapes:
       for length in self._lengths:
         yield self._insertion(SLOTS, slots, length, width, rows)

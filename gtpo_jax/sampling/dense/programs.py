@@ -10,29 +10,39 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from gtpo_jax.arrays import array_lengths
+from gtpo_jax.arrays import Prompts, array_lengths
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.decode import DecodeParams, decode_bytes
 from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.batches import (
+  Assigned,
+  Copies,
   PrefillBatch,
   RoutesRead,
   TokenIds,
-  Written,
   row_counts,
   rows_at_once,
   sequence_lengths,
+  without_copies,
 )
-from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part
+from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, States
+from gtpo_jax.sampling.chunk import insert_rows, prefill_rows
 from gtpo_jax.sampling.dense.cache import DenseCache, DenseKV
 from gtpo_jax.sampling.dense.inventory import Inventory
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.inventory import Program, Workload
-from gtpo_jax.sampling.programs import Programs, ProgramSettings, SamplerState, state_bytes
+from gtpo_jax.sampling.programs import (
+  Programs,
+  ProgramSettings,
+  SamplerState,
+  state_bytes,
+  stoppable,
+)
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import Capacity, capacity_for
 from gtpo_jax.sampling.settings import Demand, SamplingParams
@@ -58,6 +68,8 @@ class DensePrograms(Programs):
     slots: the most slots over all shards.
     shrink_factor: what the number of slots is divided by when idle ones are dropped.
     least_slots: of each shard.
+    prefill, insert: `prefill_rows`, and `insert_rows` for each part. They are programs of their
+      own, so that the larger one does not depend on the shapes of the cache.
     init_kv, grow, compact, add_entries: `DenseCache.zeros`, `grow`, `compact` and `add_entries`.
   """
 
@@ -101,6 +113,13 @@ class DensePrograms(Programs):
       self.least_slots = min(SERVING_ROWS, self._slots_of_shard)
     self.config = dataclasses.replace(self.config, slots=self.slots)
     self.init_kv = jax.jit(cache.zeros, static_argnums=(0, 1))
+    self.prefill = stoppable(functools.partial(prefill_rows, model))
+    inserts = {PROMPTS: cache.insert, SLOTS: cache.insert_completions}
+    self.insert = {
+      part: jax.jit(functools.partial(insert_rows, model, insert), donate_argnums=(0, 1))
+      for part, insert in inserts.items()
+    }
+    self.read = {part: functools.partial(self._read_rows, part) for part in inserts}
     self.grow = jax.jit(cache.grow, static_argnums=1)
     self.add_entries = jax.jit(cache.add_entries, static_argnums=2)
     self.compact = jax.jit(cache.compact)
@@ -217,16 +236,31 @@ class DensePrograms(Programs):
       return sorted({min(SERVING_ROWS, rows_at_once(width, most)), 1}, reverse=True)
     return row_counts(width, most)[: None if self._on_cpu else 1]
 
-  def insertions(
+  def places_in_cache(
+    self, scheduler: Scheduler, part: Part, batch: PrefillBatch, source: np.ndarray
+  ) -> np.ndarray:
+    """Returns `source`: an entry and a slot are their own places."""
+    return source
+
+  def without_copies(self, assigned: Assigned, prompts: TokenIds) -> tuple[Assigned, Copies]:
+    """Returns different prompts, and the entries that get the same ones; see `Programs`."""
+    return without_copies(assigned, prompts)
+
+  def _read_rows(
     self,
-    scheduler: Scheduler,
     part: Part,
-    batch: PrefillBatch,
-    written: Written,
+    params: DecodeParams,
+    kv: list[KV],
+    states: States,
+    tokens: Prompts,
     source: np.ndarray,
-  ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields one insertion, in which an entry and a slot are their own places; see `Programs`."""
-    yield source, source
+    places: Any,
+  ) -> tuple[list[KV], States, jax.Array | None]:
+    """Does what `read_rows` does, by two programs."""
+    new = self.prefill(params, tokens)
+    routes = new.routes
+    insert = self.insert[part]
+    return *insert(kv, states, new._replace(routes=None), tokens, source, places), routes
 
   def new_state(
     self, scheduler: Scheduler, longest_prompt: int, sampling_params: SamplingParams

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gtpo_jax.sampling.batches import Written
+from gtpo_jax.sampling.batches import PrefillBatch
 from gtpo_jax.sampling.cache import PROMPTS, Part
 from gtpo_jax.sampling.paged.tables import PageRows, PageTables
 from gtpo_jax.sampling.schedule.slots import Capacity, Entry, Slots, Space
@@ -209,31 +209,28 @@ def page_tables(
   return PageTables(prompts, completions, current, written, completion_rows.reshape(-1))
 
 
-def places(pool: PagePool, part: Part, written: Written, rows: int, width: int) -> np.ndarray:
+def places(pool: PagePool, part: Part, batch: PrefillBatch) -> np.ndarray:
   """Returns the pages that prompts are written to, or completions with tokens.
 
   Args:
     pool: the pages.
     part: the part of the cache that is written.
-    written: for each shard and row, at most one entry or slot.
-    rows: rows of the prefill batch per shard.
-    width: positions of a row, a multiple of the page.
+    batch: the sequences; its width is a multiple of the page.
 
   Returns:
     i32[shards, rows, width / page]. A prompt ends in the last of them, and a completion begins in
     the first. The others, and those of unused rows, are past the pool's last page.
   """
-  pages = _unused_pages(pool.sizes, len(pool.shards), rows, width // pool.sizes.page)
+  pages = _unused_pages(pool.sizes, len(pool.shards), batch.rows, batch.width // pool.sizes.page)
   slots = len(pool.slot_pages) // len(pool.shards)
-  for shard, of_shard in enumerate(written):
-    for row, pairs in enumerate(of_shard):
-      for into, _ in pairs:
-        if part == PROMPTS:
-          held = pool.shards[shard].entries[into]
-          pages[shard, row, -len(held) :] = held
-        else:
-          held = pool.slot_pages[shard * slots + into]
-          pages[shard, row, : len(held)] = held
+  for shard, pairs in enumerate(batch.assigned):
+    for row, (into, _) in enumerate(pairs):
+      if part == PROMPTS:
+        held = pool.shards[shard].entries[into]
+        pages[shard, row, -len(held) :] = held
+      else:
+        held = pool.slot_pages[shard * slots + into]
+        pages[shard, row, : len(held)] = held
   return pages
 
 

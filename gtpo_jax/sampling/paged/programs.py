@@ -13,8 +13,9 @@ import numpy as np
 
 from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.runtime.fields import AUTO
-from gtpo_jax.sampling.batches import PrefillBatch, Written, rows_at_once
+from gtpo_jax.sampling.batches import PrefillBatch, rows_at_once
 from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, head_axis
+from gtpo_jax.sampling.chunk import read_rows
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.paged.cache import PagedCache
 from gtpo_jax.sampling.paged.gpu_kernel import SLOTS_PER_ROW
@@ -30,6 +31,7 @@ from gtpo_jax.sampling.programs import (
   compiled_for,
   keys_program,
   state_bytes,
+  stoppable,
 )
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import ENTRY_FACTOR, Capacity, capacity_for
@@ -82,6 +84,11 @@ class PagedPrograms(Programs):
     if config.batch_invariant:  # each program has one shape
       self.slot_counts = self.slot_counts[:1]
       self.widths = {part: widths[-1:] for part, widths in self.widths.items()}
+    inserts = {PROMPTS: self.cache.insert, SLOTS: self.cache.insert_completions}
+    self.read = {
+      part: stoppable(functools.partial(read_rows, model, insert), 1, 2)
+      for part, insert in inserts.items()
+    }
     self.init_kv = jax.jit(lambda: self.cache.zeros(self.shards * self.pool.pages))
 
   def _slots_and_pool(self, settings: ProgramSettings) -> tuple[int, PoolSizes]:
@@ -173,22 +180,11 @@ class PagedPrograms(Programs):
     """Returns the one number of rows per shard that a batch of a width has."""
     return [rows_at_once(width, self.entries if part == PROMPTS else scheduler.capacity.slots)]
 
-  def insertions(
-    self,
-    scheduler: Scheduler,
-    part: Part,
-    batch: PrefillBatch,
-    written: Written,
-    source: np.ndarray,
-  ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields an insertion for all rows, and then those of copies; see `Programs`.
-
-    All entries and slots get their states in the first one.
-    """
-    most = max((len(pairs) for of_shard in written for pairs in of_shard), default=1)
-    for i in range(most):
-      assigned = [[pairs[i : i + 1] for pairs in of_shard] for of_shard in written]
-      yield source, places(scheduler.space, part, assigned, batch.rows, batch.width)
+  def places_in_cache(
+    self, scheduler: Scheduler, part: Part, batch: PrefillBatch, source: np.ndarray
+  ) -> np.ndarray:
+    """Returns the pages of a batch; see `Programs`."""
+    return places(scheduler.space, part, batch)
 
   def new_state(
     self, scheduler: Scheduler, longest_prompt: int, sampling_params: SamplingParams
@@ -218,14 +214,14 @@ class PagedPrograms(Programs):
       signature = ("allocate", "states", slots, tracked)
       rows = (self.shards * slots, tracked)
       yield Program(signature, self.init_states, lambda rows=rows: rows)
+    yield from self._reads(PROMPTS, self.slots, tracked)
+    yield from self._decodes(workload.sampling_params)
     if workload.resumes or workload.turns:
       most = self.scheduler(workload.prompts, workload.group).capacity.slots
       for slots in self.slot_counts:
         # Without turns, completions are resumed when sampling begins, in all slots.
         if workload.turns or slots == most:
           yield from self._reads(SLOTS, slots, tracked)
-    yield from self._reads(PROMPTS, self.slots, tracked)
-    yield from self._decodes(workload.sampling_params)
     for slots in self.slot_counts[1:]:
       order = np.zeros((self.shards, slots), np.int32)
       yield Program(
@@ -241,20 +237,24 @@ class PagedPrograms(Programs):
   def _reads(self, part: Part, slots: int, tracked: bool) -> Iterator[Program]:
     """Returns the programs that read prompts, or completions into this number of slots."""
     idle = _idle(self, slots)
-    state = functools.partial(self._state, slots, tracked)
     into = self.entries if part == PROMPTS else slots
+    kind = ("prefill",) if part == PROMPTS else ("resume", slots)
+    state = functools.partial(self._state, slots, tracked)
     for width in self.widths[part][::-1]:
       [rows] = self.row_counts(idle, part, width)
-      yield self.prefill_program(width, rows, state)
 
       def arguments(width: int = width, rows: int = rows) -> tuple[Any, ...]:
         before = state()
-        batch = self.insert_arguments(idle, part, width, rows, into)
+        batch = self.empty_batch(idle, part, width, rows, into)
         return before.kv, getattr(before, part), *batch
 
-      signature = ("insert", part, into, width, rows, tracked)
-      others = lambda: state()._replace(kv=(), **{part: ()})
-      yield Program(signature, self.insert[part], arguments, beside=others)
+      yield Program(
+        (*kind, width, tracked),
+        self.read[part],
+        arguments,
+        reads_params=True,
+        beside=lambda: state()._replace(kv=(), **{part: ()}),
+      )
 
   def _decodes(self, sampling_params: SamplingParams) -> Iterator[Program]:
     compiled = compiled_for(self, sampling_params)
