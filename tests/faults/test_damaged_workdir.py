@@ -154,7 +154,7 @@ HEALED = {
 }
 
 
-@pytest.mark.some(0, slow=3)
+@pytest.mark.some(0, slow=2)
 @pytest.mark.parametrize("case", HEALED)
 def test_damage_that_can_be_repaired(case, complete, run):
   damage, messages = HEALED[case]
@@ -208,7 +208,7 @@ LOST = {
 }
 
 
-@pytest.mark.some(0, slow=2)
+@pytest.mark.some(0, slow=1)
 @pytest.mark.parametrize("case", LOST)
 def test_damage_that_cannot_be_repaired_is_reported(case, complete, run):
   """Except for the steps that are reported as missing, the logs are those of the complete run."""

@@ -157,15 +157,6 @@ def test_a_flipped_bit_raises_an_error_or_changes_no_number(tmp_path, seed):
     assert read.log_probs[read.mask[read.shown]].tobytes() == sound["log_probs"]
 
 
-def test_another_format_is_rejected(tmp_path):
-  save_credit(tmp_path, make_record())
-  file = credit_files(tmp_path)[3]
-  with np.load(file) as stored:
-    np.savez_compressed(file, **{**stored, "format": 2})
-  with pytest.raises(UserError, match="has format 2, but this version of gtpo_jax reads 1"):
-    read_credit(file)
-
-
 def test_a_pickle_is_never_loaded(tmp_path):
   save_credit(tmp_path, make_record())
   file = credit_files(tmp_path)[3]

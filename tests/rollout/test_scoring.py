@@ -1,16 +1,11 @@
 """Scoring: verdicts, parts of the reward, and users' functions, whose failures never give a 0."""
 
 import asyncio
-import fcntl
 import itertools
-import signal
-import struct
 import sys
-import termios
 import threading
 import time
 from fractions import Fraction
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,7 +17,6 @@ from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.rewards import VERIFIERS
-from gtpo_jax.rewards.math.worker_pool import shared_pool
 from gtpo_jax.rollout.groups import EndedCompletion
 from gtpo_jax.rollout.scoring import pending as pending_module
 from gtpo_jax.rollout.scoring.functions import import_function
@@ -376,52 +370,6 @@ def test_a_function_that_hangs_is_abandoned(capfd):
   HANGING.set()
   left[0].join(10)
   assert not left[0].is_alive()
-
-
-@pytest.mark.parametrize("end", ["killed", pytest.param("over its limit", marks=pytest.mark.slow)])
-def test_a_lost_worker_costs_only_its_own_check(end):
-  """Its check has no verdict; later checks are done by a new worker."""
-  problems = [Problem(name, user("1"), r"\sqrt{2}+x", "math") for name in "ab"]
-  manager = manager_of(**{"reward.timeout_s": 120.0 if end == "killed" else 5.0})
-  pending = PendingRewards(manager, problems, 1, lambda rows: [r"\boxed{x+\sqrt{2}}"] * len(rows))
-  pool = shared_pool()
-  assert pool.submit("x", "x").result() is True  # there is a worker
-  workers = list(pool._alive)
-  for worker in workers:
-    worker.process.send_signal(signal.SIGSTOP)
-    wait_for(
-      lambda worker=worker: (
-        Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(") ")[1][0] == "T"
-      )
-    )
-  pending.put([EndedCompletion(0, 0, np.array([0]), True)])
-  asked = wait_for(lambda: [worker for worker in workers if unread(worker.process.stdin)])
-  for worker in workers:
-    if worker not in asked:
-      worker.process.send_signal(signal.SIGCONT)
-    elif end == "killed":
-      worker.process.kill()
-  manager.thread.submit(lambda: None).result(60)
-  # Starting a worker is not part of a check's time, but its first imports may be.
-  pool.submit("x", "x", 60.0).result()
-  pending.put([EndedCompletion(1, 0, np.array([1]), True)])
-  found = pending.result()
-  assert found.scored.tolist() == [[False], [True]] and found.correct.tolist() == [[False], [True]]
-  assert found.metrics["reward/no_verdict"] == 1 and asked[0] not in pool._alive
-
-
-def wait_for(question):
-  """Returns the first answer that is not empty."""
-  until = time.monotonic() + 60
-  while not (answer := question()):
-    assert time.monotonic() < until
-    time.sleep(0.01)
-  return answer
-
-
-def unread(pipe):
-  """Returns the number of unread bytes in a pipe."""
-  return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0]
 
 
 def rewards_with(parts, name):

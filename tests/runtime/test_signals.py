@@ -60,8 +60,21 @@ def test_the_first_signal_requests_a_stop_and_the_second_quits(first, second):
       process.kill()
 
 
-def test_the_second_signal_quits_even_if_c_code_holds_the_gil():
-  with child(SIGNALS + HOLDING_GIL) as process:
+SERVER = (
+  "import asyncio, types\nfrom gtpo_jax.cli.serve import run_server\n"
+  "async def serve(sockets):\n  print('ready', flush=True)\n  "
+  + HOLDING_GIL.replace("\n", "\n  ")
+  + "\nasyncio.run(run_server(types.SimpleNamespace(serve=serve), None))\n"
+)
+
+
+@pytest.mark.parametrize(
+  "code",
+  [SIGNALS + HOLDING_GIL, pytest.param(SERVER, marks=pytest.mark.slow)],
+  ids=["a run", "a server"],
+)
+def test_the_second_signal_quits_even_if_c_code_holds_the_gil(code):
+  with child(code) as process:
     try:
       assert process.stdout.readline() == "ready\n"
       time.sleep(0.5)  # until it holds the GIL; before, it would quit all the same
@@ -69,26 +82,6 @@ def test_the_second_signal_quits_even_if_c_code_holds_the_gil():
       time.sleep(0.5)
       assert process.poll() is None
       process.send_signal(signal.SIGTERM)
-      assert process.wait(timeout=30) == -signal.SIGTERM
-    finally:
-      process.kill()
-
-
-@pytest.mark.slow
-def test_the_second_signal_quits_a_server_even_if_c_code_holds_the_gil():
-  code = (
-    "import asyncio, types\nfrom gtpo_jax.cli.serve import run_server\n"
-    "async def serve(sockets):\n  print('ready', flush=True)\n  "
-    + HOLDING_GIL.replace("\n", "\n  ")
-    + "\nasyncio.run(run_server(types.SimpleNamespace(serve=serve), None))\n"
-  )
-  with child(code) as process:
-    try:
-      assert process.stdout.readline() == "ready\n"
-      for _ in range(2):
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
       assert process.wait(timeout=30) == -signal.SIGTERM
     finally:
       process.kill()

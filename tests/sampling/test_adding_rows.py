@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduled import play
 
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes
@@ -38,36 +39,29 @@ def make_rows(rng, prompts, group):
   return (rng.integers(1, LONGEST_PROMPT, prompts), limits, keys, drawn), lengths
 
 
-def play(scheduler, parts, rows, lengths, shrink=False):
+def run(scheduler, parts, rows, lengths, shrink=False):
   """Runs all completions, and adds parts[k], a slice of the rows, before chunk k.
 
   Returns the ended completions, and everything that the scheduler said.
   """
   shards = scheduler.capacity.shards
   said = []
-  done = []
-  for chunk in range(10_000):
-    for part in parts.get(chunk, ()):
+
+  def join(number):
+    for part in parts.get(number, ()):
       scheduler.add(*(x[part] for x in rows))
-    while any(assigned := scheduler.assign(2)):
-      said.append(assigned)
-    said.append((scheduler.take_resumed(), scheduler.slots.completions.tolist()))
-    if not scheduler.slots.active.any():
-      if chunk >= max(parts):
-        break
-      continue
+    return number < max(parts)
+
+  def drop(scheduler):
     most = int(scheduler.slots.active.reshape(shards, -1).sum(1).max())
     if shrink and not scheduler.has_waiting and most < scheduler.capacity.slots:
       scheduler.shrink(most)
-    inputs = scheduler.inputs()
-    assert inputs.active.any(), "no completion can go on"
-    said += [leaf.tolist() for leaf in jax.tree.leaves(inputs)]
-    left = lengths[tuple(scheduler.slots.completions.T)] - inputs.generated
-    tokens = np.where(inputs.active, np.minimum(left, CHUNK), 0)
-    ended = inputs.active & (tokens == left)
-    done += map(tuple, scheduler.slots.completions[ended].tolist())
-    scheduler.advance(tokens, ended)
-  assert not scheduler.has_waiting
+
+  def ran(inputs, tokens):
+    said.append((scheduler.take_resumed(), scheduler.slots.completions.tolist()))
+    said.extend(leaf.tolist() for leaf in jax.tree.leaves(inputs))
+
+  done, _ = play(scheduler, lengths, CHUNK, join=join, assigned=said.append, shrink=drop, ran=ran)
   return done, said
 
 
@@ -92,8 +86,8 @@ def test_rows_added_in_parts_before_the_first_chunk(
   rows, lengths = make_rows(rng, prompts, group)
   cut = int(rng.integers(1, prompts))
   make = lambda: make_scheduler(paged, spare, prompts, group, shards, slots)
-  whole = play(make(), {0: [slice(None)]}, rows, lengths)
-  assert play(make(), {0: [slice(cut), slice(cut, None)]}, rows, lengths) == whole
+  whole = run(make(), {0: [slice(None)]}, rows, lengths)
+  assert run(make(), {0: [slice(cut), slice(cut, None)]}, rows, lengths) == whole
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -117,7 +111,7 @@ def test_rows_that_join_while_others_run(
     for chunk, begin, end in zip(sorted(parts), sizes[:-1], sizes[1:], strict=True)
   }
   scheduler = make_scheduler(paged, spare, min(expected, prompts), group, shards, slots)
-  done, _ = play(scheduler, slices, rows, lengths, shrink)
+  done, _ = run(scheduler, slices, rows, lengths, shrink)
   assert sorted(done) == [tuple(pair) for pair in np.argwhere(rows[1]).tolist()]
 
 

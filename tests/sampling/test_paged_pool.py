@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduled import play
 
 from gtpo_jax.sampling.batches import PrefillBatch
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, places
@@ -33,64 +34,61 @@ def rows_of(rows, shard):
     yield rows.slots[row], rows.pages[row], rows.start[row], rows.end[row]
 
 
-def play(pool, shards, slots, lengths, prompt_lengths, limit, fewer=0):
+def run(pool, shards, slots, lengths, prompt_lengths, limit, fewer=0):
   """Runs every completion to its end, and checks what each slot would read before every chunk.
 
   Returns the numbers of chunks that completions ran and waited.
   """
-  prompts, group = lengths.shape
-  capacity = capacity_for(prompts, group, shards, slots * shards)
-  limits = np.full((prompts, group), limit)
-  keys = np.zeros((prompts, group, 2), np.uint32)
-  scheduler = Scheduler(capacity, PagePool(capacity, pool))
-  scheduler.add(prompt_lengths, limits, keys)
+  scheduler = make_scheduler(pool, shards, slots, lengths, prompt_lengths, limit)
   memory = Memory(pool, shards)
   width = pool.prompt_pages * pool.page
-  done = set()
-  ran = waited = 0
-  while True:
-    while any(assigned := scheduler.assign(2)):
-      batch = PrefillBatch(width, 2, assigned)
-      written = places(scheduler.space, "prompts", batch)
-      for shard, pairs in enumerate(assigned):
-        for row, (_, prompt) in enumerate(pairs):
-          length = prompt_lengths[prompt]
-          unused = (width - length) // pool.page
-          assert (written[shard, row, :unused] >= pool.pages).all()
-          values = [(prompt, -1, i) for i in range(length)]
-          memory.write(shard, written[shard, row], width - length, values)
-        assert (written[shard, len(pairs) :] >= pool.pages).all()
-    if not scheduler.slots.active.any():
-      break
+  counts = {"ran": 0, "waited": 0}
+
+  def assigned(of_shards):
+    written = places(scheduler.space, "prompts", PrefillBatch(width, 2, of_shards))
+    for shard, pairs in enumerate(of_shards):
+      for row, (_, prompt) in enumerate(pairs):
+        length = prompt_lengths[prompt]
+        unused = (width - length) // pool.page
+        assert (written[shard, row, :unused] >= pool.pages).all()
+        values = [(prompt, -1, i) for i in range(length)]
+        memory.write(shard, written[shard, row], width - length, values)
+      assert (written[shard, len(pairs) :] >= pool.pages).all()
+
+  def drop(scheduler):
     most = scheduler.slots.active.reshape(shards, -1).sum(1).max()
     if not scheduler.has_waiting and most <= fewer < scheduler.capacity.slots:
       scheduler.shrink(fewer)
-    inputs = scheduler.inputs()
-    per_shard = scheduler.capacity.slots
+
+  def ran(inputs, tokens):
     running = np.flatnonzero(inputs.active)
-    assert len(running), "no completion can go on"
-    ran += len(running)
-    waited += int(scheduler.slots.active.sum()) - len(running)
+    counts["ran"] += len(running)
+    counts["waited"] += int(scheduler.slots.active.sum()) - len(running)
     check_reads(scheduler, inputs, memory, prompt_lengths)
-    tokens = np.zeros(len(inputs.active), int)
     for slot in running:
-      shard = int(slot) // per_shard
       completion = tuple(scheduler.slots.completions[slot])
-      tokens[slot] = min(lengths[completion] - inputs.generated[slot], pool.chunk)
-      positions = range(inputs.generated[slot], inputs.generated[slot] + tokens[slot])
+      first = inputs.generated[slot]
       written = inputs.tables.written[slot]
-      used = (inputs.generated[slot] % pool.page + tokens[slot] - 1) // pool.page + 1
+      used = (first % pool.page + tokens[slot] - 1) // pool.page + 1
       assert (written[:used] < pool.pages).all()
-      values = [(*completion, i) for i in positions]
-      memory.write(shard, written, inputs.generated[slot] % pool.page, values)
-    ended = inputs.active & (
-      inputs.generated + tokens >= lengths[tuple(scheduler.slots.completions.T)]
-    )
-    done |= {tuple(scheduler.slots.completions[slot]) for slot in np.flatnonzero(ended)}
-    scheduler.advance(tokens, ended)
-  assert len(done) == prompts * group and not scheduler.has_waiting
-  assert scheduler.space.statistics() == {"sampling/waiting": waited / (ran + waited)}
-  return ran, waited
+      values = [(*completion, i) for i in range(first, first + tokens[slot])]
+      shard = int(slot) // scheduler.capacity.slots
+      memory.write(shard, written, first % pool.page, values)
+
+  done, _ = play(scheduler, lengths, pool.chunk, assigned=assigned, shrink=drop, ran=ran)
+  assert sorted(done) == list(np.ndindex(lengths.shape))
+  share = counts["waited"] / sum(counts.values())
+  assert scheduler.space.statistics() == {"sampling/waiting": share}
+  return counts["ran"], counts["waited"]
+
+
+def make_scheduler(pool, shards, slots, lengths, prompt_lengths, limit):
+  """A scheduler with a row for each of these completions of at most `limit` tokens."""
+  capacity = capacity_for(*lengths.shape, shards, slots * shards)
+  scheduler = Scheduler(capacity, PagePool(capacity, pool))
+  keys = np.zeros((*lengths.shape, 2), np.uint32)
+  scheduler.add(prompt_lengths, np.full(lengths.shape, limit), keys)
+  return scheduler
 
 
 def check_reads(scheduler, inputs, memory, prompt_lengths):
@@ -135,20 +133,20 @@ def test_every_completion_ends_however_few_pages_there_are(
     prompt_pages + completion_pages + spare, page, prompt_pages, completion_pages, chunk, 2
   )
   lengths = rng.integers(1, limit + 1, (prompts, group))
-  play(pool, shards, slots, lengths, prompt_lengths, limit, fewer)
+  run(pool, shards, slots, lengths, prompt_lengths, limit, fewer)
 
 
 def test_with_pages_for_all_nothing_waits():
   lengths = np.full((3, 4), 20)
   pool = PoolSizes(12 * 5 + 3, 4, 1, 5, 6, 4)
-  assert play(pool, 1, 12, lengths, np.full(3, 4), 20) == (12 * 4, 0)
+  assert run(pool, 1, 12, lengths, np.full(3, 4), 20) == (12 * 4, 0)
 
 
 def test_completions_that_wait_for_pages():
   """Two of 20 tokens need 5 pages each, and there are 9: the younger waits for the last one."""
   pool = PoolSizes(10, 4, 1, 5, 4, 4)
   # 4 + 4 pages are given out; the ninth goes to the older, after whose end the younger goes on.
-  assert play(pool, 1, 2, np.full((1, 2), 20), np.full(1, 4), 20) == (10, 1)
+  assert run(pool, 1, 2, np.full((1, 2), 20), np.full(1, 4), 20) == (10, 1)
 
 
 def log_normal_lengths(rng, count):
@@ -162,22 +160,7 @@ def test_long_tailed_lengths_do_not_wait_in_less_than_half_of_the_memory():
   completion_pages = -(-limit // page)
   pool = PoolSizes(int(0.45 * slots * completion_pages), page, 8, completion_pages, 64, 16)
   lengths = log_normal_lengths(rng, (64, group))
-  prompts = np.full(64, 1000)
-  limits = np.full(lengths.shape, limit)
-  keys = np.zeros((*lengths.shape, 2), np.uint32)
-  capacity = capacity_for(64, group, 1, slots)
-  scheduler = Scheduler(capacity, PagePool(capacity, pool))
-  scheduler.add(prompts, limits, keys)
-  chunks = 0
-  while True:
-    while any(scheduler.assign(4)):
-      pass
-    if not scheduler.slots.active.any():
-      break
-    inputs = scheduler.inputs()
-    left = lengths[tuple(scheduler.slots.completions.T)] - inputs.generated
-    tokens = np.where(inputs.active, np.minimum(left, pool.chunk), 0)
-    scheduler.advance(tokens, inputs.active & (tokens == left))
-    chunks += 1
+  scheduler = make_scheduler(pool, 1, slots, lengths, np.full(64, 1000), limit)
+  _, chunks = play(scheduler, lengths, pool.chunk, 4)
   assert scheduler.space.statistics()["sampling/waiting"] == 0.0
   assert chunks >= lengths.sum() / slots / pool.chunk
