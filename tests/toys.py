@@ -52,6 +52,9 @@ SMALL_RUN = {  # by dotted name
 }
 
 
+ADDITIONS = [
+  {"prompt": f"{a}+{b}:", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)
+]
 # Prefixes of metrics that depend on the time or on the process.
 TIMING = ("time/", "tokens/s", "compiles")
 

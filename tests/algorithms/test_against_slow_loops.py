@@ -61,7 +61,7 @@ TOKEN_CASES += [(name, *comparison) for name in TOKEN_LEVEL for comparison in CO
 
 
 @pytest.mark.parametrize(("name", "compare", "scope"), TOKEN_CASES)
-@pytest.mark.some(5)
+@pytest.mark.some(5, slow=11)
 def test_token_level_advantages(name, compare, scope):
   check_all_norm_scopes(name, 11, compare=compare, scope=scope)
 

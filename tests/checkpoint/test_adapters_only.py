@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 from flax.traverse_util import flatten_dict
 from meshes import mesh_of
-from toys import small_run
+from toys import TIMING, small_run
 
 from gtpo_jax.checkpoint.checkpoints import PARAMS, Checkpoints
 from gtpo_jax.checkpoint.integrity import check_integrity
@@ -124,7 +124,7 @@ def adapters(**changes):
 def lasting(workdir):
   """Returns the metrics of training that do not depend on time or on the process."""
   return [
-    {k: v for k, v in row.items() if not k.startswith(("time/", "tokens/s", "compiles", "eval/"))}
+    {k: v for k, v in row.items() if not k.startswith((*TIMING, "eval/"))}
     for row in read_jsonl(workdir / "metrics.jsonl")
   ]
 

@@ -2,7 +2,7 @@
 
 import json
 
-from toys import even, lasting
+from toys import ADDITIONS, even, lasting
 
 import gtpo_jax
 from gtpo_jax.config import freeze
@@ -11,7 +11,6 @@ from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 
 STEPS = 6
-ROWS = [{"prompt": f"{a}+{b}:", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)]
 CONFIG = {
   "steps": STEPS,
   "model": {"preset": "tiny"},
@@ -40,7 +39,7 @@ def train(workdir, **changes):
   """Trains to the end and returns the result and the messages."""
   display = Listener()
   result = gtpo_jax.train(
-    freeze({**CONFIG, **changes}), workdir, display, lambda: False, reward=even, data=ROWS
+    freeze({**CONFIG, **changes}), workdir, display, lambda: False, reward=even, data=ADDITIONS
   )
   return result, display.said
 

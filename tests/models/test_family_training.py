@@ -8,7 +8,7 @@ import jax
 import pytest
 from family_cases import FAMILY_CASES, MIXTURES, NEWER
 from hf_folders import hf_folder, per_expert, raw_tensors
-from toys import even
+from toys import ADDITIONS, even
 
 import gtpo_jax
 from gtpo_jax.cli.export import export_policy
@@ -30,9 +30,8 @@ CHANGES = {
   "qwen2_moe": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
   "olmoe": {"model": {"lora_rank": 4, "lora_targets": "q,v,experts", "quantize": "int8"}},
 }
-BY_HAND = ("smollm3", "olmo2", *MIXTURES[:3])  # which add little to the other rows
+BY_HAND = ("smollm3", "olmo2", "gemma3", *MIXTURES[:3])  # which add little to the other rows
 INT8 = {"model": {"lora_rank": 4, "quantize": "int8"}}
-ROWS = [{"prompt": f"{a}+{b}:", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)]
 
 
 def marked(name, changes, manual=False):
@@ -68,7 +67,7 @@ def test_a_tiny_model_is_trained_and_its_export_opens(name, changes, tmp_path):
     "algorithm": {"name": "gtpo"},
   }
   workdir = tmp_path / "run"
-  gtpo_jax.train(config, workdir, Display(enabled=False), reward=even, data=ROWS)
+  gtpo_jax.train(config, workdir, Display(enabled=False), reward=even, data=ADDITIONS)
   rows = [row for row in read_jsonl(workdir / "metrics.jsonl") if row.get("loss") is not None]
   assert rows  # a step without contrast has no loss
   for row in rows:
