@@ -22,7 +22,7 @@ from gtpo_jax.cli.processes import (
   stderr_display,
   write,
 )
-from gtpo_jax.cli.samples import print_samples, sampled_prompt
+from gtpo_jax.cli.samples import options_to_sample, print_samples
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 from gtpo_jax.runtime.signals import SIGNAL_EXIT, StopSignals
 from gtpo_jax.runtime.startup import (
@@ -68,7 +68,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
       sys.stdout.flush()
       os._exit(status)
     return status
-  words = ["sample", f"--model={args.workdir}", f"--prompt={sampled_prompt(args.workdir)}"]
+  words = ["sample", f"--model={args.workdir}", *options_to_sample(args.workdir)]
   display.say(f"curves: {args.workdir / 'curves.png'}; try: {program} {shlex.join(words)}")
   return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +22,20 @@ STREAM_INTERVAL = 4  # tokens between updates on a terminal
 SHOWN_PROMPT = 80  # characters of a prompt in a command to try
 
 
-def sampled_prompt(workdir: Path) -> str:
-  """Returns the last prompt of a run's samples; "..." if there is none that fits into a command."""
+def options_to_sample(workdir: Path) -> list[str]:
+  """Returns options of `gtpo sample` with the last prompt of a run's samples.
+
+  An episode also needs the answer of its row. The prompt is "..." if there is none that fits into
+  a command.
+  """
   from gtpo_jax.logs.log_files import read_jsonl
 
   rows = read_jsonl(workdir / "samples.jsonl")
-  prompt = str(rows[-1]["prompt"]) if rows else ""
-  return prompt if prompt.isprintable() and 0 < len(prompt) <= SHOWN_PROMPT else "..."
+  last = rows[-1] if rows else {}
+  prompt = str(last.get("prompt", ""))
+  fits = prompt.isprintable() and 0 < len(prompt) <= SHOWN_PROMPT
+  row = {"answer": last["answer"]} if last.get("answer") else {}
+  return [f"--prompt={prompt if fits else '...'}", *([f"--row={json.dumps(row)}"] if row else [])]
 
 
 def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: Display) -> int:

@@ -94,6 +94,7 @@ class Journal:
     completion: str,
     correct: bool | None,
     episode: Episode | None = None,
+    answer: str = "",
   ) -> None:
     """Appends one completion to samples.jsonl.
 
@@ -103,12 +104,14 @@ class Journal:
       completion: the text; with an environment, with what it answered.
       correct: None if there is no verdict.
       episode: what happened, with an environment.
+      answer: of the problem; written with an episode, whose environment may need it to play again.
     """
     if is_first_process():
       row = {"step": step, "prompt": prompt, "completion": completion, "correct": correct}
       if episode:
         saved = save_episode(episode)
         row |= {name: saved[name] for name in ("turns", "stop", "rewards", "info", "reason")}
+        row["answer"] = answer
       self._samples.append(row)
     for tracker in self._trackers:
       tracker.log_sample(step, prompt, completion, correct)

@@ -233,7 +233,8 @@ class Run:
     for i in range(min(log.samples, len(batch.problems))):
       episodes = batch.episodes[i]
       episode = episodes[0] if episodes else None
-      self._journal.write_sample(step, *batch.first_completion(i), episode)
+      answer = batch.problems[i].answer
+      self._journal.write_sample(step, *batch.first_completion(i), episode, answer)
     if log.keeps_credit(step, self.config.steps):
       timeline = step_timeline(batch.spans, metrics)
       folder = self._place.logs.folder

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from gtpo_jax.cli.samples import options_to_sample
 from gtpo_jax.environments.turns import Episode, Stop, ToolCall, Turn
 from gtpo_jax.logs.journal import Journal
 from gtpo_jax.logs.log_files import read_jsonl
@@ -158,9 +159,11 @@ def test_a_sample_has_the_turns_of_its_episode(tmp_path):
   info = {"near": 0.5}
   episode = Episode(turns, Stop.ANSWERED, 1.5, (0.5, 1.0), True, True, 9, 0.1, info)
   journal = Journal(tmp_path, 0, tensorboard=False)
-  journal.write_sample(1, "1+2:", "3", True, episode)
+  journal.write_sample(1, "1+2:", "3", True, episode, "3")
   journal.close()
   (row,) = read_jsonl(tmp_path / "samples.jsonl")
   assert [turn["text"] for turn in row["turns"]] == ["", "3"]
   assert row["turns"][0]["calls"] == [{"name": "add", "arguments": {"x": "1+2"}, "id": ""}]
   assert (row["stop"], row["rewards"], row["info"]) == ("answered", [0.5, 1.0], {"near": 0.5})
+  assert row["answer"] == "3"
+  assert options_to_sample(tmp_path) == ["--prompt=1+2:", '--row={"answer": "3"}']
