@@ -51,26 +51,10 @@ def raises(prompts, completions, answers, extras):
   raise RuntimeError("no luck")
 
 
-def too_few(prompts, completions, answers, extras):
-  return [1.0]
-
-
-def words(prompts, completions, answers, extras):
-  return ["good"] * len(completions)
-
-
-def leaves(prompts, completions, answers, extras):
-  raise SystemExit("enough")
-
-
 def hangs(prompts, completions, answers, extras):
   if answers[0] == "2":
     HANGING.wait(60)
   return [True] * len(completions)
-
-
-def times_out_itself(prompts, completions, answers, extras):
-  raise TimeoutError("the reward server is away")
 
 
 HANGING = threading.Event()
@@ -146,28 +130,16 @@ def test_completions_without_a_verdict_are_masked_and_counted(capfd):
   assert part.metrics["reward/no_verdict"] == 2
 
 
-@pytest.mark.parametrize(
-  ("name", "message"),
-  [
-    ("raises", "RuntimeError: no luck"),
-    ("too_few", "returned 1 values for 3 completions"),
-    ("leaves", "SystemExit: enough"),
-    ("times_out_itself", "TimeoutError: the reward server is away"),
-    ("words", "returned 'good', not a number"),
-  ],
-)
-def test_a_failing_function_gives_no_verdicts_and_is_shown_once(name, message, capfd):
-  config = default_config()
-  config.reward.verifier = f"test_scoring:{name}"
-  manager = RewardManager(freeze(config))
+def test_a_failing_function_gives_no_verdicts_and_is_shown_once(capfd):
+  manager = manager_of(**{"reward.verifier": "test_scoring:raises"})
   for _ in range(3):
     found = score_with(manager)
-    assert (
-      not found.correct.any() and found.metrics["reward/no_verdict"] == 5
-    )  # the sixth was cut off, so it is wrong
+    # The sixth was cut off, so it is wrong.
+    assert not found.correct.any() and found.metrics["reward/no_verdict"] == 5
     np.testing.assert_array_equal(found.valid, ~FINISHED)
   err = capfd.readouterr().err
-  assert err.count(message) == 1 and f"reward function 'test_scoring:{name}' failed" in err
+  assert err.count("RuntimeError: no luck") == 1
+  assert "reward function 'test_scoring:raises' failed" in err
 
 
 def test_an_async_function_is_awaited():
@@ -201,10 +173,9 @@ class Unprintable(BaseException):
   ],
 )
 def test_a_function_that_ends_the_program_is_named(error, message):
-  def ends(prompts, completions, answers, extras):
-    raise error
-
-  pending = PendingRewards(function_manager(ends), PROBLEMS, 1, lambda rows: ["2"] * len(rows))
+  pending = PendingRewards(
+    function_manager(raising(error)), PROBLEMS, 1, lambda rows: ["2"] * len(rows)
+  )
   pending.put([EndedCompletion(i, 0, np.ones(1, int), True) for i in range(2)])
   with pytest.raises(FunctionError) as caught:
     pending.result()
@@ -219,6 +190,15 @@ def function_manager(function, **changes):
 def numbered(values):
   """A function that returns the first len(completions) of `values`."""
   return lambda prompts, completions, answers, extras: values[: len(completions)]
+
+
+def raising(error):
+  """A function that raises an error."""
+
+  def fails(prompts, completions, answers, extras):
+    raise error
+
+  return fails
 
 
 class Number:
@@ -267,6 +247,10 @@ def one_by_one(prompts, completions, answers, extras):
     (numbered([1j, 1j, 1j]), [False] * 3, "TypeError"),
     (numbered([Number(OSError("no float"))] * 3), [False] * 3, "OSError: no float"),
     (numbered([[1.0]] * 3), [False] * 3, "TypeError"),
+    (numbered([1.0]), [False] * 3, "returned 1 values for 3 completions"),
+    (numbered(["good"] * 3), [False] * 3, "returned 'good', not a number"),
+    (raising(SystemExit("enough")), [False] * 3, "SystemExit: enough"),
+    (raising(TimeoutError("it is away")), [False] * 3, "TimeoutError: it is away"),
     (endless, [False] * 3, "returned more than 3 values for 3 completions"),
     (slow, [False] * 3, "it took longer than 0.4 s"),
   ],

@@ -162,38 +162,28 @@ def test_no_question_about_code_of_a_tokenizer_in_the_models_config(folder):
   assert "y/N" not in done.stdout + done.stderr, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-  ("damage", "message"),
-  [
-    (lambda f: (f / "tokenizer_config.json").unlink(), "no tokenizer in"),
-    (lambda f: (f / "tokenizer_config.json").write_text("["), "is not valid JSON"),
-    (lambda f: (f / "tokenizer_config.json").write_text("[]"), "holds list, not an object"),
-    (lambda f: (f / "tokenizer_config.json").write_text("[" * 10**5), "is not valid JSON"),
-    (lambda f: (f / "tokenizer.json").write_text("{}"), "cannot be read"),
-    (lambda f: (f / "tokenizer.json").write_bytes(b"\xff\0"), "cannot be read"),
-    (lambda f: (f / "generation_config.json").write_text("3"), "holds int, not an object"),
-    (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "x"}'), "eos_token_id"),
-    (
-      lambda f: (f / "generation_config.json").write_text('{"eos_token_id": [1, null]}'),
-      "eos_token_id",
-    ),
-    (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": -1}'), "eos_token_id"),
-  ],
-  ids=[
-    "missing",
-    "broken",
-    "list",
-    "deep",
-    "empty-object",
-    "bytes",
-    "generation-number",
-    "eos-text",
-    "eos-null",
-    "eos-negative",
-  ],
-)
-def test_hostile_tokenizers(damage, message, folder):
-  damage(with_tokenizer(folder))
+TOKENIZERS = {  # by name: a file, what it contains, and the message
+  "missing": ("tokenizer_config.json", None, "no tokenizer in"),
+  "broken": ("tokenizer_config.json", "[", "is not valid JSON"),
+  "list": ("tokenizer_config.json", "[]", "holds list, not an object"),
+  "deep": ("tokenizer_config.json", "[" * 10**5, "is not valid JSON"),
+  "empty object": ("tokenizer.json", "{}", "cannot be read"),
+  "bytes": ("tokenizer.json", "\xff\0", "cannot be read"),
+  "number": ("generation_config.json", "3", "holds int, not an object"),
+  "end in letters": ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id"),
+  "no end": ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id"),
+  "negative end": ("generation_config.json", '{"eos_token_id": -1}', "eos_token_id"),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_hostile_tokenizers(case, folder):
+  name, content, message = TOKENIZERS[case]
+  file = with_tokenizer(folder) / name
+  if content is None:
+    file.unlink()
+  else:
+    file.write_bytes(content.encode("latin-1"))
   assert message in rejection(folder, load_chat)
 
 

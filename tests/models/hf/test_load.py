@@ -28,34 +28,24 @@ def mesh_for(shape):
   return mesh_of(*shape) if shape else single_device_mesh()
 
 
+LAYOUTS = {  # by name: changes of the config, the size of a file, and the mesh
+  "tied": ({}, "5GB", None),
+  "tied-sharded-2x2x2": ({}, SHARDED, (2, 2, 1, 2)),
+  "untied-sharded": ({"tie_word_embeddings": False}, SHARDED, None),
+  "untied-2x2x2": ({"tie_word_embeddings": False}, "5GB", (2, 2, 1, 2)),
+  "7/1": (SEVEN_ONE, "5GB", None),
+  "7/1-sharded-2x4x1": (SEVEN_ONE, SHARDED, (2, 4, 1, 1)),
+  "6/2-untied-2x2x2": (SIX_TWO, "5GB", (2, 2, 1, 2)),
+  "head_dim": (WIDE_HEADS, "5GB", None),
+  "head_dim-sharded-1x2x4": (WIDE_HEADS, SHARDED, (1, 2, 1, 4)),
+}
+
+
 @pytest.mark.devices
-@pytest.mark.parametrize(
-  ("changes", "shard", "shape"),
-  [
-    ({}, "5GB", None),
-    ({}, SHARDED, (2, 2, 1, 2)),
-    ({"tie_word_embeddings": False}, SHARDED, None),
-    ({"tie_word_embeddings": False}, "5GB", (2, 2, 1, 2)),
-    (SEVEN_ONE, "5GB", None),
-    (SEVEN_ONE, SHARDED, (2, 4, 1, 1)),
-    (SIX_TWO, "5GB", (2, 2, 1, 2)),
-    (WIDE_HEADS, "5GB", None),
-    (WIDE_HEADS, SHARDED, (1, 2, 1, 4)),
-  ],
-  ids=[
-    "tied",
-    "tied-sharded-2x2x2",
-    "untied-sharded",
-    "untied-2x2x2",
-    "7/1",
-    "7/1-sharded-2x4x1",
-    "6/2-untied-2x2x2",
-    "head_dim",
-    "head_dim-sharded-1x2x4",
-  ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.some(1, slow=2)
-def test_logits_equal_those_of_transformers(changes, shard, shape):
+def test_logits_equal_those_of_transformers(layout):
+  changes, shard, shape = LAYOUTS[layout]
   folder, reference = hf_folder(shard=shard, **changes)
   assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard == SHARDED)
   model, params = load(folder, dtype="float32", mesh=mesh_for(shape))
