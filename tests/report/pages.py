@@ -1,23 +1,12 @@
 """Helpers that operate the page of a report, and the papers' equations to compare it with."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
+import slow_reference
 
 from gtpo_jax import cli
 from gtpo_jax.algorithms import make
 
 METHODS = ("position", "sequence", "matrix")
-
-
-def _slow_reference():
-  """Returns the module of tests/algorithms that computes the equations by slow loops."""
-  file = Path(__file__).parents[1] / "algorithms" / "slow_reference.py"
-  spec = importlib.util.spec_from_file_location("slow_reference", file)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
 
 
 def open_report(browser, out, workdirs, options):
@@ -79,7 +68,6 @@ def shown_numbers(page):
 
 def slow_credit(record, name, **settings):
   """Computes a record's shaped rewards and advantages, f64[n, g, t], by slow loops."""
-  slow = _slow_reference()
   settings = {**vars(make(name).settings), **settings}
   batch = {
     "entropy": record.entropy,
@@ -89,7 +77,7 @@ def slow_credit(record, name, **settings):
     "penalty": record.penalty,
   }
   shaped = np.zeros(record.entropy.shape)
-  for side in slow.shaped_rewards(name, batch, settings):
+  for side in slow_reference.shaped_rewards(name, batch, settings):
     for (i, j, k), reward in side.items():
-      shaped[(i, j, k) if name in slow.TOKEN_LEVEL else (i, j)] = reward
-  return np.where(batch["mask"], shaped, 0), slow.advantages(name, batch, settings)
+      shaped[(i, j, k) if name in slow_reference.TOKEN_LEVEL else (i, j)] = reward
+  return np.where(batch["mask"], shaped, 0), slow_reference.advantages(name, batch, settings)

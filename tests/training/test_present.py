@@ -1,21 +1,19 @@
 """Tokens that are present but not drawn: nothing of an update depends on their values."""
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import slow_losses
+import slow_reference
 from update_cases import G, N, T, batch, full_batch, params_on, run, single_device_model
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.training.packing import plan_rows
-
-ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 OF_TOKENS = ("log_probs", "entropy", "rescored", "reference", "drawn_log_probs")
 NEEDS = {  # the optional fields that an algorithm with these settings reads
@@ -137,18 +135,9 @@ def test_packing_keeps_context_in_its_place():
   assert metrics["loss"] == pytest.approx(expected_metrics["loss"], abs=1e-5)
 
 
-def slow_loops(name):
-  """A module of loops from the tests of the algorithms."""
-  spec = importlib.util.spec_from_file_location(name, ALGORITHMS / f"{name}.py")
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
 @pytest.mark.slow
 def test_loss_and_gradient_equal_a_slow_loop_over_the_drawn_tokens():
   """The loop, in float64, gets the drawn tokens alone, as if nothing had been between them."""
-  reference, losses = slow_loops("slow_reference"), slow_loops("slow_losses")
   rollouts, rewards = batch()
   rng = np.random.default_rng(5)
   rollouts = rollouts.replace(mask=rollouts.mask & (rng.random((N, G, T)) < 0.65))
@@ -175,16 +164,16 @@ def test_loss_and_gradient_equal_a_slow_loop_over_the_drawn_tokens():
     "reward": rewards.reward,
     "penalty": rewards.penalty,
   }
-  mask = reference.loss_mask("gtpo", signals, settings)
+  mask = slow_reference.loss_mask("gtpo", signals, settings)
   inputs = {
     "mask": mask,
-    "advantages": reference.advantages("gtpo", signals, settings),
-    "weights": losses.token_weights(mask, settings),
+    "advantages": slow_reference.advantages("gtpo", signals, settings),
+    "weights": slow_losses.token_weights(mask, settings),
     "log_probs_old": drawn(rollouts.log_probs),
   }
-  loss = lambda x: losses.loss({**inputs, "log_probs": x}, settings)[0]
+  loss = lambda x: slow_losses.loss({**inputs, "log_probs": x}, settings)[0]
   new = drawn(log_probs)
-  slopes = losses.numeric_gradient(loss, new, list(zip(*np.nonzero(mask), strict=True)))
+  slopes = slow_losses.numeric_gradient(loss, new, list(zip(*np.nonzero(mask), strict=True)))
   of_tokens = np.zeros((N, G, T), np.float32)
   np.put_along_axis(of_tokens, order, slopes.astype(np.float32), -1)
   (expected,) = pull_back(jnp.asarray(of_tokens))
