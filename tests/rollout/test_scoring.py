@@ -142,6 +142,16 @@ def test_a_failing_function_gives_no_verdicts_and_is_shown_once(capfd):
   assert "reward function 'test_scoring:raises' failed" in err
 
 
+def test_a_check_without_a_verdict_costs_only_its_completion(monkeypatch):
+  """Verifiers say None where a worker was lost or a check took too long."""
+  verify = lambda completions, *_: [None if "Answer" in text else True for text in completions]
+  monkeypatch.setitem(VERIFIERS, "math", verify)
+  found = score()
+  np.testing.assert_array_equal(found.scored, [[True, False, True], [True] * 3])
+  assert found.correct[0].tolist() == [True, False, True]
+  assert found.metrics["reward/no_verdict"] == 1
+
+
 def test_an_async_function_is_awaited():
   async def longer(prompts, completions, answers, extras):
     await asyncio.sleep(0)
