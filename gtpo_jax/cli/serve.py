@@ -76,7 +76,7 @@ def open_service(options: ServeOptions) -> Opened:
 def model_name(model: str) -> str:
   """Returns the name of a folder here or in an object store; a hub id is its own name."""
   if Path(model).exists():
-    return Path(model).resolve().name
+    return Path(os.path.abspath(model)).name  # of a link, its own name
   return model.rstrip("/").rpartition("/")[2] if "://" in model else model
 
 

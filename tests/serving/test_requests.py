@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from gtpo_jax.cli.serve import model_name
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.conversation import Conversations
@@ -147,3 +148,15 @@ def test_errors_can_be_sent():
 def test_the_nearest_field_is_named():
   with pytest.raises(ApiError, match="did you mean 'temperature'"):
     read_chat(fields(**CHAT, tempratur=1))
+
+
+def test_the_name_of_a_served_model(tmp_path, monkeypatch):
+  """A link to a folder is served by its own name, as it was given on the command line."""
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "mine").mkdir()
+  (tmp_path / "latest").symlink_to("mine")
+  for model in ("mine", "mine/", str(tmp_path / "mine"), "latest/../mine"):
+    assert model_name(model) == "mine"
+  assert model_name("latest") == "latest"
+  assert model_name("gs://bucket/runs/mine/") == "mine"
+  assert model_name("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
