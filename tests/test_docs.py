@@ -483,6 +483,12 @@ def test_links_to_files_exist(page):
       assert (page.parent / target.split("#")[0]).exists(), target
 
 
+@EVERY_PAGE
+def test_tables_begin_after_an_empty_line(page):
+  """Markdown takes any other for text."""
+  assert not re.findall(r"^[^|\n].*\n\|.*\n\|---", page.read_text(), re.MULTILINE)
+
+
 def test_every_field_is_described(capsys):
   assert cli.main(["configs", "--fields"]) == 0
   printed = capsys.readouterr().out
