@@ -110,8 +110,9 @@ def test_eval_prints_and_writes_json(finished_run, tmp_path, capsys):
   data.write_text("".join(json.dumps(row | {"kind": "last_number"}) + "\n" for row in rows))
   args = ["eval", f"--model={finished_run[0]}", f"--data={data}", "--k=1,4"]
   args += [f"--json={tmp_path / 'out.json'}", f"--completions={tmp_path / 'completions.jsonl'}"]
-  assert cli.main(args) == 0
+  assert cli.main([*args, "--config.eval.temperature=0.5"]) == 0
   numbers = json.loads((tmp_path / "out.json").read_text())
+  assert numbers["settings"]["eval.temperature"] == 0.5  # of the run's config, here only
   assert (numbers["step"], numbers["problems"], numbers["samples"]) == (2, 8, 4)
   verdicts = []
   for row in map(json.loads, (tmp_path / "completions.jsonl").read_text().splitlines()):

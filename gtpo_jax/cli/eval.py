@@ -36,8 +36,9 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   for file in (args.json, args.completions):
     broadcast_from_first(lambda file=file: check_writable(file))
   own_config = configs.load(args.config, overrides) if args.config else None
-  agree(configs.flatten(configs.resolved_dict(own_config)) if own_config else {})
-  worker, config, read = find_policy(args.model, args.step, own_config)
+  fields = () if own_config else tuple(overrides)  # of the run's own config
+  agree(configs.flatten(configs.resolved_dict(own_config)) if own_config else dict.fromkeys(fields))
+  worker, config, read = find_policy(args.model, args.step, own_config, overrides=fields)
   if args.data:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=args.data))
   problems = held_out_problems(config, worker, say)  # before the weights, which take longer to read

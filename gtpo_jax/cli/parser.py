@@ -47,7 +47,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   if rest[0] in COMMANDS:  # report a misspelt option before argparse reports a missing one
     by_command[rest[0]].check_options(rest[1:])
   args = parser.parse_args(rest)
-  if overrides and args.command != "sample" and not getattr(args, "config", None):
+  of_run = args.command in ("sample", "eval")  # the model's own config can be overridden
+  if overrides and not of_run and not getattr(args, "config", None):
     raise UserError(f"{overrides[0]} needs a --config=FILE to override")
   return args, overrides
 
