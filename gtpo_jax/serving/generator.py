@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 
@@ -17,6 +18,10 @@ from gtpo_jax.serving.scorer import Scorer
 
 # What comes waits for the end of a chunk, so a chunk has fewer tokens if these take longer.
 CHUNK_S = 0.2
+# Without such a limit, what comes in the middle of a chunk waits long. So while nothing runs, a
+# chunk begins once nothing has come for GRACE_S, or LONGEST_GRACE_S after the first request.
+GRACE_S = 0.02
+LONGEST_GRACE_S = 0.2
 
 
 class Full(Exception):
@@ -54,6 +59,7 @@ class Generator:
     self._scores: collections.deque[ScoreJob] = collections.deque()
     self._scoring: list[ScoreJob] = []
     self._running: dict[Completion, int] = {}  # each with the number of its prompt
+    self._waits_for_more = chunk_s is None
     fixed = engine.programs.config.batch_invariant
     self._pace = Pace(engine.programs.chunk, chunk_s, fixed)
     self._sessions: dict[int, Session] = {}  # by the identity of their policies
@@ -112,6 +118,7 @@ class Generator:
     while True:
       with self._changed:
         self._changed.wait_for(lambda: self._closed or self.waiting or self._running)
+        self._wait_for_more()
         if self._closed:
           return
       try:
@@ -120,6 +127,15 @@ class Generator:
         print("gtpo: generation failed; its requests get an error", file=sys.stderr)
         traceback.print_exc()
         self._fail()
+
+  def _wait_for_more(self) -> None:
+    """While nothing runs, waits until requests that come together have come; see `GRACE_S`."""
+    end = time.monotonic() + LONGEST_GRACE_S
+    while self._waits_for_more and not self._running and time.monotonic() < end:
+      before = self.waiting
+      self._changed.wait(GRACE_S)
+      if self._closed or self.waiting == before:
+        return
 
   def _round(self) -> None:
     """Scores what waits, then generates one chunk."""

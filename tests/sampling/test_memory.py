@@ -79,7 +79,7 @@ def test_arrays_that_do_not_fit_run_fewer_completions_with_the_same_tokens():
   whole = build()[1].programs
   assert whole.slots == whole.config.slots == 64
   longest = whole.cache_lengths[-1]
-  position = bytes_per_device(whole.abstract_kv(1, 1))
+  position = bytes_per_device(whole.abstract_kv(lambda: whole.cache.zeros(1, 1)))
   memory = decode_bytes(whole.model) + 24 * position * (1.5 * longest + 6)
   built = build(demand=Demand(memory=int(memory)))
   programs = built[1].programs

@@ -1,6 +1,7 @@
 """Completions that come at any time, with arrays and with pages, on one device and on eight."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -130,13 +131,28 @@ def test_cancelled_completions_leave_and_others_stay(alone):
 def test_completions_wait_for_memory(alone):
   """There is memory for the arrays of 8 completions, not for those of all 16 slots."""
   programs = make_engine()[0].programs
-  position = bytes_per_device(programs.abstract_kv(1, 1))
+  position = bytes_per_device(programs.abstract_kv(lambda: programs.cache.zeros(1, 1)))
   assert (programs.prompt_widths, programs.cache_lengths) == ([24], [44])
   memory = decode_bytes(programs.model) + int(1.5 * position * 8 * (24 + 44))
   engine, params = make_engine(memory=memory)
   assert [engine.programs.hold([(24, 40)] * count) for count in (8, 9)] == [True, False]
   asks = generate(engine, params, together=True)
   assert_same(asks, alone)
+
+
+def test_requests_that_come_together_are_sampled_together(monkeypatch):
+  """Without a time limit of chunks, the first of four requests does not run ahead of the others."""
+  monkeypatch.setattr("gtpo_jax.serving.generator.GRACE_S", 1.0)
+  monkeypatch.setattr("gtpo_jax.serving.generator.LONGEST_GRACE_S", 3.0)
+  generator = Generator(*make_engine(), max_waiting=100, chunk_s=None)
+  asks = [Ask(i) for i in (0, 6, 12, 18)]
+  for ask in asks:
+    ask.completion.limit = 4  # a chunk
+    generator.submit([ask.completion])
+    time.sleep(0.01)
+  assert all(ask.done.wait(120) for ask in asks)
+  assert generator.counts["chunks"] == 1
+  generator.close()
 
 
 def test_a_full_queue_takes_nothing():
