@@ -245,12 +245,12 @@ class Rewards:
 class Signals:
   """What the credit and the loss of a batch are computed from, all of it constant in the gradient.
 
-  A batch has one, from its collection to the objective; those of minibatches and micro-batches are
-  slices of it. The first fields are known from the start, the others as they are computed. Fields
+  A batch has one, from its collection to the objective; minibatches and micro-batches have slices
+  of it. The first fields are known from the start, the others as they are computed. Fields
   that nothing needs are None.
   """
 
-  # bool[n, g, t]; sampled tokens. For the loss, those of them that `Algorithm.loss_mask` returns.
+  # bool[n, g, t]; sampled tokens. For the loss, only what `Algorithm.loss_mask` returns.
   mask: jax.Array
   entropy: jax.Array | None = None  # f32[n, g, t], nats; of the sampling policy's full distribution
   correct: jax.Array | None = None  # bool[n, g]; True for completions in O+, False for those in O-

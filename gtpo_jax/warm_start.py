@@ -202,7 +202,7 @@ def base_model(
 
   Parameters that are random or come from a warm start are saved in WORKDIR/base and read from
   there when the run resumes; of adapters on a model of `model.path`, only the adapters.
-  `teacher` is that of the warm start, None for `make_teacher`.
+  `teacher` is the warm start's, None for `make_teacher`.
   """
   if config.model.path and not config.warm_start.steps:
     return initial_params(config, worker)

@@ -172,7 +172,7 @@ def two_sided_zscore(
   `gtpo`, `grpo_s`, `gtpo_v2` and `grpo_s_v2` use these advantages. Each z-score is over all units,
   including the zeros of the other set. With `norm_sides` = "own" each is over its own set only: the
   advantages of O+ and of O- both have mean 0, and correct completions are not preferred to
-  incorrect ones. Arguments and result are those of `joint_zscore`.
+  incorrect ones. Arguments and result are as in `joint_zscore`.
   """
   own = normalisation.norm_sides == "own"
   plus = zscore(shaped.plus, units.plus if own else units.mask, normalisation.axes)
@@ -185,7 +185,7 @@ def joint_centred(
 ) -> jax.Array:
   """Subtracts the mean reward without dividing by the std (Dr. GRPO, 2503.20783).
 
-  Arguments and result are those of `joint_zscore`.
+  Arguments and result are as in `joint_zscore`.
   """
   advantages = centred(shaped.plus + shaped.minus, units.mask, normalisation.axes)
   return _guard_signs(advantages, units, normalisation)
@@ -194,7 +194,7 @@ def joint_centred(
 def no_credit(shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation) -> jax.Array:
   """Returns zeros: the rewards are measured, but nothing is learned from them.
 
-  Arguments and result are those of `joint_zscore`.
+  Arguments and result are as in `joint_zscore`.
   """
   return jnp.zeros_like(shaped.plus)
 
@@ -204,7 +204,7 @@ def leave_one_out(
 ) -> jax.Array:
   """Subtracts the mean reward of the other units (RLOO, 2402.14740).
 
-  A unit without others has advantage 0. Arguments and result are those of `joint_zscore`.
+  A unit without others has advantage 0. Arguments and result are as in `joint_zscore`.
   """
   count = units.mask.sum(normalisation.axes, keepdims=True)
   advantages = centred(shaped.plus + shaped.minus, units.mask, normalisation.axes)
@@ -216,7 +216,7 @@ def whitened(shaped: ShapedRewards, units: Units, normalisation: GroupNormalisat
   """Subtracts the mean over `axes`, then z-scores over all tokens of the batch (REINFORCE++).
 
   This is the variant with a baseline (2501.03262). The z-score weights each unit by its number of
-  tokens, as the public implementations do. Arguments and result are those of `joint_zscore`.
+  tokens, as the public implementations do. Arguments and result are as in `joint_zscore`.
   """
   x = centred(shaped.plus + shaped.minus, units.mask, normalisation.axes)
   total = jnp.maximum(units.tokens.sum(), 1)
@@ -232,7 +232,7 @@ def mean_normalised(
   """Subtracts the mean reward and divides by it (MaxRL, 2602.02710).
 
   The advantages are 0 where the mean is below `MIN_STD`, as in a group without a reward. Arguments
-  and result are those of `joint_zscore`.
+  and result are as in `joint_zscore`.
   """
   rewards = shaped.plus + shaped.minus
   mean = masked_mean(rewards, units.mask, normalisation.axes, keepdims=True)

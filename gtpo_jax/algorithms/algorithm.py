@@ -50,7 +50,7 @@ class Algorithm:
   def settings(self) -> Settings:
     """The settings by name. Those that the algorithm does not read are None.
 
-    `make(name, **recipe.settings)`, with those that it reads, returns an equal algorithm.
+    `make(name, **recipe.settings)`, with the settings that it reads, returns an equal algorithm.
     """
     return Settings(**self.recipe.settings)
 
@@ -89,7 +89,7 @@ class Algorithm:
   def teacher_weights(self, signals: Signals) -> jax.Array:
     """Returns the weight of each token's divergence from the teacher, f32[n, g, t], a constant.
 
-    It is 0 on tokens outside `loss_mask` and on those of a guide. Needs what `advantages` needs.
+    It is 0 on tokens outside `loss_mask` and on a guide's. Needs what `advantages` needs.
     """
     distillation = self.recipe.distillation
     mask = signals.replace(mask=self.loss_mask(signals)).own
@@ -247,7 +247,7 @@ class Algorithm:
     Args:
       log_probs: f32[b, c], nats, for c tokens in each of b rows.
       entropy: f32[b, c], nats; used only with an entropy bonus.
-      signals: those of the tokens, [b, c] each. `weights` come from the complete batch, and
+      signals: of the tokens, [b, c] each. `weights` come from the complete batch, and
         `guided` says for each token whether its completion was sampled from the guide.
     """
     # Each token is treated as a completion of one token: [b, c, 1].
@@ -260,7 +260,7 @@ class Algorithm:
 def _units(algorithm: Algorithm, x: Signals, per_completion: bool | None = None) -> Units:
   """Returns the inputs of reward shaping.
 
-  `per_completion` is the unit of credit; None for that of the shaping.
+  `per_completion` is the unit of credit; None for the shaping's.
   """
   x.need("entropy", "correct", "reward")
   _check_guided(algorithm, x.guided)

@@ -70,7 +70,7 @@ class ConfidenceModulation(NoModulation):
       A exp(-confidence_k H') / mean(exp(-confidence_k H')) + clarity exp(-clarity_k H'_next),
 
   minus the mean of this over all steps of the batch. The last step of a completion has no next step
-  and gets no bonus. The formulas are those of 2509.09265 (eqs. 8-12). That only the mean is
+  and gets no bonus. The formulas are eqs. 8-12 of 2509.09265. That only the mean is
   subtracted, and the default values, are taken from the authors' public code.
   """
 

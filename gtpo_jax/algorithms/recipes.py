@@ -317,7 +317,7 @@ _FIELDS = [
 
 @dataclasses.dataclass(frozen=True)
 class Settings(dataclasses.make_dataclass("_Settings", _FIELDS, frozen=True)):
-  """The settings of any algorithm by name; None for those that it does not read.
+  """The settings of any algorithm by name; None for settings that it does not read.
 
   The fields are all that the parts of the recipes and the objectives declare.
   """

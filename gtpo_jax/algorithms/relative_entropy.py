@@ -24,7 +24,7 @@ class TurnSets:
   A turn is a run of drawn tokens without others between them.
 
   Attributes:
-    of_batch: whether the completions of all prompts are compared, not only those of the same one.
+    of_batch: whether completions are compared across prompts, not only within one.
   """
 
   of_batch: bool
@@ -151,7 +151,7 @@ class EntropyWeights(NamedTuple):
 def set_sum(x: jax.Array, mask: jax.Array, sets: Sets) -> jax.Array:
   """Returns the sum of `x` over the comparison set of each entry, which broadcasts to [n, g, t].
 
-  Arguments are those of `relative_entropy`.
+  Arguments are as in `relative_entropy`.
   """
   if isinstance(sets, TurnSets | StateSets):
     return sets.sum(x, mask)
@@ -165,7 +165,7 @@ def relative_entropy(x: jax.Array, mask: jax.Array, sets: Sets) -> jax.Array:
 
   Args:
     x: f32[n, g, t] >= 0, entropy in nats or its inverse.
-    mask: bool[n, g, t], the tokens to compare: the sampled tokens of O+, or those of O-.
+    mask: bool[n, g, t], the tokens to compare: the sampled tokens of O+, or of O-.
     sets: the comparison sets, from `COMPARE`.
 
   Returns:
@@ -183,7 +183,7 @@ def has_gaps(mask: jax.Array) -> jax.Array:
 def drawn_columns(mask: jax.Array) -> jax.Array:
   """Returns the column that each token moves to if the drawn tokens come first, i32[n, g, t].
 
-  The order of the drawn tokens, and that of the others, stays. `mask` is bool[n, g, t], the drawn
+  The drawn tokens stay in order, and so do the others. `mask` is bool[n, g, t], the drawn
   tokens.
   """
   drawn = jnp.cumsum(mask, -1)

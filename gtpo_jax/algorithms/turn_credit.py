@@ -90,7 +90,7 @@ class TurnCredit(Checked):
   def __call__(
     self, advantages: jax.Array, reward: jax.Array, state: jax.Array, mask: jax.Array
   ) -> jax.Array:
-    """Returns the advantages of tokens with those of their turns, f32[n, g, t]; 0 outside `mask`.
+    """Returns the advantages of tokens plus their turns', f32[n, g, t]; 0 outside `mask`.
 
     Args:
       advantages: f32[n, g, t] or f32[n, g, 1], of the completions.

@@ -59,7 +59,7 @@ def record_commit_files(folder: epath.Path) -> None:
 
 
 def check_integrity(folder: epath.Path, items: Collection[str]) -> IntegrityRecord:
-  """Checks the files of some items, and those that belong to no item, against the record.
+  """Checks the files of some items, and files of no item, against the record.
 
   Args:
     folder: the folder of one step.

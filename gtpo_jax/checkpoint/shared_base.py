@@ -21,7 +21,7 @@ BASE_DIGEST = "base"
 def params_target(model: Transformer) -> Callable[[Mapping[str, str]], Params]:
   """Returns a function from the saved leaves of an item to the abstract parameters to restore.
 
-  These are the adapters, or all parameters if the item holds those of the base model too.
+  These are the adapters, or all parameters if the item holds the base model's too.
   """
   complete = abstract_params(model)
   adapters, base = split_adapters(complete)

@@ -124,7 +124,7 @@ class SavedSteps:
 
     Args:
       targets: as in `read_checkpoint`.
-      check: raises CorruptCheckpoint if the items cannot be those of a step.
+      check: raises CorruptCheckpoint if the items cannot belong to a step.
       say: shows a message to the user.
 
     Returns:

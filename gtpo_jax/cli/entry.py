@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-  """Opens those of stdin, stdout and stderr that the caller has closed, and makes them total.
+  """Opens each of stdin, stdout and stderr that the caller has closed, and makes them total.
 
   Otherwise the next file that is opened takes the number of a closed stream, and everything that is
   printed ends up in that file. Characters that the terminal's encoding does not have are escaped.

@@ -166,7 +166,7 @@ def _add_sample(parser: _Parser) -> None:
   parser.add_argument(
     "--row",
     default="{}",
-    help="with an environment (--config.env.make, or that of the run), further fields of its row, "
+    help="with an environment (--config.env.make, or the run's), further fields of its row, "
     "as a JSON object",
   )
   parser.add_argument("--n", type=int, default=1, help="number of completions (default: 1)")
@@ -190,7 +190,7 @@ def _add_tinker(parser: _Parser) -> None:
     "--workdir",
     required=True,
     type=_path,
-    help="a folder for saved weights and the journal; the same command again goes on",
+    help="a folder for saved weights and the journal; the same command again resumes",
   )
   _add_server(parser, "GTPO_TINKER_KEY", queue=4096)
   parser.add_argument(

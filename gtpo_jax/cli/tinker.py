@@ -69,7 +69,7 @@ class OpenedTinker:
   """
 
   def __init__(self, options: TinkerOptions, secret: str = ""):
-    """Opens the model and the workdir, and goes on where a process before this one has ended.
+    """Opens the model and the workdir, and resumes where a process before this one has ended.
 
     Args:
       options: what is served.

@@ -39,7 +39,7 @@ def default_config() -> ConfigDict:
 def load_config(path: str, overrides: Sequence[str] = ()) -> ConfigDict:
   """Returns a config file's settings as a ConfigDict, in which a program may change them.
 
-  Args and errors are those of `load`.
+  Args and errors are as in `load`.
   """
   return _to_config_dict(load(path, overrides))
 
@@ -152,7 +152,7 @@ def _find_file(path: str) -> Path:
       f"no config file at {path!r}; --config={file.stem} names the one that comes with gtpo_jax"
     )
   hint = did_you_mean(path, [*names, *packaged()])
-  raise UserError(f"no config file at {path!r}{hint}; `gtpo configs` lists those of gtpo_jax")
+  raise UserError(f"no config file at {path!r}{hint}; `gtpo configs` lists the shipped ones")
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 They set an architecture but no weights. For a run, set `--config.model.path` to a folder or hub id
 of the same size; `gtpo plan` does not need it. Settings that 2508.04349 does not print (weight
-decay, the format of prompts and answers) are those of DAPO, whose code and data that paper uses.
+decay, the format of prompts and answers) are DAPO's, whose code and data that paper uses.
 """
 
 from __future__ import annotations

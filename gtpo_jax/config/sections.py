@@ -1,6 +1,6 @@
 """The sections of a configuration: frozen dataclasses with the defaults and meanings of fields.
 
-Those on problems and rewards are in `data_sections.py`, and those that do not change what is
+Sections on problems and rewards are in `data_sections.py`, and sections that do not change what is
 trained in `monitoring.py`.
 """
 
@@ -50,14 +50,14 @@ class ModelSection:
     attention: attention over complete sequences: "splash" (TPU kernel), "cudnn" (GPU kernel,
       16-bit types) or "blocks" (XLA); "" selects the best one for the platform.
     router_replay: in a mixture of experts, the update computes each token with the experts that
-      computed it when it was sampled; otherwise with those that its own rounding chooses.
+      computed it when it was sampled; otherwise with the experts that its own rounding chooses.
     router_balance: in a mixture of experts, the weight of the load-balancing loss (2101.03961,
       eqs. 4-6), which is 1 if all experts get equal shares; 0 for none.
     lora_rank: rank of the LoRA adapters, which are then the only trained parameters (in float32,
       whatever param_dtype is); 0 trains all weights.
     lora_alpha: the adapters are scaled by lora_alpha / lora_rank.
     lora_targets: the matrices that get adapters, separated by commas. In a mixture of experts,
-      gate, up and down are those of dense MLPs and shared experts; add experts for the others. In
+      gate, up and down name dense MLPs and shared experts; add experts for the others. In
       gated delta nets, each of q, k and v stands for all matrices that read the residual stream,
       and o for the one that adds to it.
     quantize: format of the base matrices under adapters: "int8", "int4", or "" for param_dtype.
@@ -169,7 +169,7 @@ class SamplingSection(EngineConfig, SamplingParams):
     max_tokens: the longest completion, stop token included.
     staleness: the most updates between the first token of a group and the update that trains on it.
       With 0, every completion of a step's batch is sampled to its end before the update. With more,
-      a step ends as soon as `batch.prompts` groups are complete; the others go on in the next step,
+      a step ends as soon as `batch.prompts` groups are complete; others continue in the next step,
       under the updated policy. Up to `batch.prompts * (1 + staleness)` groups are sampled at once.
     stop: strings that end a completion as soon as its text contains one of them, in training and
       evaluation. The text is cut before the earliest match; the tokens up to the one that completed

@@ -132,13 +132,13 @@ def fit_update(
 ) -> Config:
   """Returns the config with what "auto" stands for in `model.remat` and `batch.micro_batches`.
 
-  It is the combination that is estimated to be the fastest of those that fit, or the one that needs
+  It is the combination that fits and is estimated to be the fastest, or the one that needs
   least memory. Only GPUs may recompute nothing, because it was timed on no other chip. On a CPU, or
   a chip that is not known, each layer is recomputed, and there is one micro-batch.
 
   Args:
     config: the config of the run.
-    devices: those of the mesh, which need not be attached.
+    devices: of the mesh; they need not be attached.
     chip: what they are; None if unknown, or a CPU.
     memory: the bytes of each device that programs can use; None if unknown.
 

@@ -11,7 +11,7 @@ GUIDE = "guide"
 
 
 def run_workloads(config: Config, problems: int | None = None) -> dict[str, Workload]:
-  """Returns the workloads of a run by name: those of the policy, and that of the `GUIDE`.
+  """Returns the workloads of a run by name: the policy's, and the `GUIDE`'s.
 
   Args:
     config: the config of the run.
@@ -31,7 +31,7 @@ def run_workloads(config: Config, problems: int | None = None) -> dict[str, Work
 
 
 def _evaluation_workloads(config: Config, problems: int | None = None) -> dict[str, Workload]:
-  """Returns those of an evaluation by name; see `run_workloads`."""
+  """Returns the workloads of an evaluation by name; see `run_workloads`."""
   section = config.eval
   if problems is None:
     problems = section.problems

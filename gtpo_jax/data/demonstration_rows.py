@@ -47,7 +47,7 @@ def load_demonstrations(name: str, fields: str, bad_rows: int = 0) -> Loaded:
 
 
 def demonstrations_of(records: Iterable[Row], name: str, fields: str, bad_rows: int = 0) -> Loaded:
-  """Converts rows in memory, in the same way as `load_demonstrations` converts those of a file.
+  """Converts rows in memory, as `load_demonstrations` converts the rows of a file.
 
   Args:
     records: one dict per row.

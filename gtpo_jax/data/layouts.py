@@ -110,7 +110,7 @@ def to_problem(
 def to_demonstration(row: Row | ValueError, columns: dict[str, str], location: str) -> Problem:
   """Converts a row to a demonstration: a problem whose answer is the completion, unchanged.
 
-  Arguments and errors are those of `to_problem`, except that the columns must be given.
+  Arguments and errors are as in `to_problem`, except that the columns must be given.
   """
   if isinstance(row, ValueError):
     raise row
@@ -187,7 +187,7 @@ def _letter(choices: Choices, answer: Any, needs: Collection[str]) -> Any:
 
 
 def mapped_columns(columns: dict[str, str]) -> set[str]:
-  """Returns the columns that `data.fields` names; those of `a.b` are `a`."""
+  """Returns the columns that `data.fields` names; for `a.b` it is `a`."""
   return {column.partition(".")[0] for column in columns.values()}
 
 

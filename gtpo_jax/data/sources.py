@@ -267,7 +267,7 @@ def _load(
 def _checked(
   problems: Sequence[Problem], stated: Sequence[str], malformed: Malformed, check: Check
 ) -> tuple[Problem, ...]:
-  """Returns the problems that `check` accepts; it has seen those that state a kind already."""
+  """Returns the problems that `check` accepts; it has seen problems that state a kind already."""
   accepted = []
   for problem, kind in zip(problems, stated, strict=True):
     try:

@@ -1,4 +1,4 @@
-"""The texts of tokens: of single ones, and of those of a completion that grows."""
+"""The texts of single tokens, and of a completion that grows."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class Player:
     """Args:
     maker: makes the environment.
     functions: tools that do not belong to the environment.
-    schemas: those of these functions, then those of the environment's methods.
+    schemas: of these functions, then of the environment's methods.
     role: the role of results, "tool" or "user".
     parallel_calls: the most calls of a turn that are run.
 
@@ -277,7 +277,7 @@ def checked_step(step: Any, what: str) -> Step:
 
 
 def checked_messages(messages: Any, what: str) -> list[Message]:
-  """Returns messages with texts; arguments and errors are those of `checked_step`."""
+  """Returns messages with texts; arguments and errors are as in `checked_step`."""
   if messages is None or isinstance(messages, str):
     return [{"role": "user", "content": as_text(messages)}] if messages else []
   if isinstance(messages, Mapping):

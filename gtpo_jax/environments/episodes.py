@@ -32,7 +32,7 @@ class Playing:
     key: its group and its index there.
     writer: writes its turns.
     result: the episode, once it has ended.
-    outcome: that of its latest call; None if there is none.
+    outcome: of its latest call; None if there is none.
     awaits: a turn, a call, or None for any news.
     closes: whether it has ended or is discarded, so that only what it used is to be closed.
     coroutine: `play`, then `close`.
@@ -67,7 +67,7 @@ class Playing:
 
 
 class Rules:
-  """What all episodes of a run have in common: those of environments, or of an agent.
+  """What all episodes of a run have in common, of environments or of an agent.
 
   Attributes:
     limits: the limits.
@@ -202,7 +202,7 @@ class Episodes:
     self._resume(playing, drawn)
 
   def results(self, group: Group) -> list[Episode | None]:
-    """Returns the episode of each completion; None for those that have not ended."""
+    """Returns the episode of each completion; None for one that has not ended."""
     return [playing.result for playing in self._groups[group]]
 
   def snapshot(self, group: Group) -> dict[str, Any]:

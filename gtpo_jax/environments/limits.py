@@ -25,7 +25,7 @@ class EpisodeLimits(Checked):
   Attributes:
     role: of the results of calls: "tool", or "user" if the template does not show such messages.
     max_turns: the most turns.
-    max_conversations: the most conversations of an agent's episode, those of sub-agents included.
+    max_conversations: the most conversations of an agent's episode, sub-agents' included.
     max_calls: the most calls of an episode. The turn that exceeds it ends the episode.
     parallel_calls: the most calls of a turn that are run; the model reads that the others are not.
     max_observation_tokens: the most tokens of a message; longer ones are cut.

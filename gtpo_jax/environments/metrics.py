@@ -11,7 +11,7 @@ from gtpo_jax.environments.turns import Episode, Stop
 
 
 class Tallies(NamedTuple):
-  """Metrics of some completions, to which those of others can be added.
+  """Metrics of some completions, to which metrics of others can be added.
 
   Attributes:
     sums: by name.

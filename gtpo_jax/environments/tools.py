@@ -195,7 +195,7 @@ def _checked_arguments(
 
 
 def _checked(value: Any, schema: Mapping[str, Any], place: str) -> Any:
-  """Returns a value that fits a schema, of those that `get_json_schema` writes."""
+  """Returns a value that fits a schema from `get_json_schema`."""
   if isinstance(value, Written):
     value = _meant(value, schema)
   if value is None and schema.get("nullable"):

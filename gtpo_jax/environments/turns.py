@@ -20,7 +20,7 @@ Message = Mapping[str, str]
 class Stop(enum.StrEnum):
   """Why an episode ended."""
 
-  ANSWERED = "answered"  # a turn called no tool, and there is no environment that goes on
+  ANSWERED = "answered"  # a turn called no tool, and there is no environment to continue
   ENV_DONE = "env_done"  # the environment said so
   MAX_TURNS = "max_turns"
   MAX_TOKENS = "max_tokens"  # a turn was cut off at the limit of the completion
@@ -89,7 +89,7 @@ class Step:
 
   Attributes:
     messages: what the model reads next: messages, or the text of one message of the user.
-    reward: for this turn. The reward of an episode is the sum of those of its turns.
+    reward: for this turn. The reward of an episode is the sum over its turns.
     done: whether the episode ends.
     correct: whether the model has solved the task; None if the environment does not say so, in
       which case the verifier of the problem judges the text of the last turn.
@@ -135,7 +135,7 @@ class Episode:
     turns: the model's turns.
     stop: why it ended, a value of `Stop`.
     reward: the sum of `rewards`.
-    rewards: those of the environment for each turn; the last one includes the reward of `finish`.
+    rewards: the environment's for each turn; the last one includes the reward of `finish`.
     correct: the environment's verdict, False if the model has reached a limit; None if the verifier
       of the problem judges the text.
     scored: False if the episode says nothing about the model, because the environment has failed.
@@ -231,7 +231,7 @@ def checked_info(info: Any, what: str) -> dict[str, float]:
   """Returns the numbers by name that the user's code has returned as `info`.
 
   Raises:
-    TypeError, ValueError: a name is no text or that of a metric of every run, or a value is no
+    TypeError, ValueError: a name is no text or names a metric of every run, or a value is no
       finite number.
   """
   if not isinstance(info, Mapping):

@@ -14,9 +14,9 @@ class Ask(NamedTuple):
 
   Attributes:
     tokens: what it reads first; [] if its completion has them already.
-    conversation: which conversation of the episode goes on; an environment has only 0.
-    limit: the most tokens of the turn; None for those that the completion has left.
-    stop: strings that end it, where `limit` is set; otherwise those of the run do.
+    conversation: which conversation of the episode continues; an environment has only 0.
+    limit: the most tokens of the turn; None for as many as the completion has left.
+    stop: strings that end it, where `limit` is set; otherwise the run's do.
   """
 
   tokens: list[int]
@@ -78,7 +78,7 @@ class Writer:
 
   Attributes:
     added: what `reset` adds to the prompt; None until it is known, and saved turns are repeated.
-    repeats: whether the turns so far are those of a snapshot.
+    repeats: whether the turns so far come from a snapshot.
   """
 
   added: str | Sequence[Message] | None = None
@@ -100,7 +100,7 @@ class Writer:
 
 
 class Recorded(Writer):
-  """Keeps the turns of the policy, after it has repeated those of a snapshot.
+  """Keeps the turns of the policy, after it has repeated a snapshot's.
 
   Attributes:
     turns: of each turn its tokens, whether it finished, the tokens left, and what was read after
@@ -121,7 +121,7 @@ class Recorded(Writer):
 
   @property
   def repeats(self) -> bool:
-    """Whether the turns so far are those of the snapshot."""
+    """Whether the turns so far come from the snapshot."""
     return bool(self._saved) and self.added is None
 
   def begin(self, name: str, added: str | Sequence[Message]) -> None:

@@ -165,7 +165,7 @@ def evaluate_run(
 def expected_mixed_share(config: Config, evaluation: Evaluation) -> float:
   """Forecasts the share of training groups with both correct and wrong completions.
 
-  It assumes that the held-out problems are as difficult as those of training, and that
+  It assumes that the held-out problems are as difficult as training problems, and that
   `eval.temperature` and `eval.top_p` draw as training does. See `mixed_share` for the estimate.
 
   Args:

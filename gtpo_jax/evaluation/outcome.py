@@ -25,7 +25,7 @@ class ScoredCompletions:
   reward: np.ndarray  # f32[n, g], the weighted sum of the parts, without length penalty
   lengths: np.ndarray  # i32[n, g], tokens
   finished: np.ndarray  # bool[n, g], False if cut off at the maximum length
-  answers: list[list[str]]  # [n][g], what is judged: the text, or that of the last turn
+  answers: list[list[str]]  # [n][g], what is judged: the text, or the last turn's
 
   def to_dicts(self, i: int) -> list[dict[str, Any]]:
     """Returns the completions of problem i as plain data; `correct` is None without a verdict."""
@@ -147,7 +147,7 @@ class Evaluation:
   def metrics(self) -> dict[str, float]:
     """Returns `eval/NAME/` mean@g, greedy, pass@1, pass@g and no_verdict, for metrics.jsonl.
 
-    If the problems have several sources, those of all problems come first, then those of each.
+    If the problems have several sources, metrics of all problems come first, then of each source.
     """
     columns = self._named(self.columns(sorted({1, self.sampled.correct.shape[1]})))
     return {key: _mean(column) for key, column in columns.items()} | self._missing()

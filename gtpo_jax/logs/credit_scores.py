@@ -82,7 +82,7 @@ def turn_table(
   """Returns what is known of each turn, in columns [turns].
 
   These are its `group` in [0, n), its `episode` in [0, n g), its `truth`, and its `credit`, the
-  mean advantage of its tokens. The arguments are those of `turn_metrics`.
+  mean advantage of its tokens. The arguments are as in `turn_metrics`.
   """
   begins = first_tokens(mask)
   at = np.nonzero(begins)
@@ -104,7 +104,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, sets: np.ndarray) -> float:
 
   Args:
     x, y: f64[m].
-    sets: i64[m], the set of each entry; those of one set are next to each other.
+    sets: i64[m], the set of each entry; entries of a set are next to each other.
   """
   agree = 0.0
   pairs = 0

@@ -92,7 +92,7 @@ def shortened(sample: Sample, width: int) -> str:
 def one_line(sample: Sample) -> str:
   """Returns a prompt, its completion and the verdict on one line, with \\n for line breaks.
 
-  Characters that a terminal would act on, and those that it cannot show, become symbols.
+  Characters that a terminal would act on, or cannot show, become symbols.
   """
   prompt, completion, correct = sample
   text = visible(f"{prompt} {completion}".replace("\n", "\\n"))

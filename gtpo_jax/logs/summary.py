@@ -146,7 +146,7 @@ def summarize(
 def without_other_evaluations(
   rows: Sequence[Row], settings: Mapping[int, Mapping[str, Any] | None]
 ) -> list[Row]:
-  """Returns rows without the evaluations whose settings differ from those of the last one.
+  """Returns rows without the evaluations whose settings differ from the last one's.
 
   Args:
     rows: metrics.jsonl.

@@ -29,7 +29,7 @@ class Tracker(Protocol):
   """Receives the metrics and samples of a run."""
 
   def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Logs the metrics of a step, except those that are not finite."""
+    """Logs the finite metrics of a step."""
 
   def log_sample(self, step: int, prompt: str, completion: str, correct: bool | None) -> None:
     """Logs one completion."""

@@ -1,4 +1,4 @@
-"""The held-out evaluations of a run: when they are due, and those that damaged logs have lost."""
+"""The held-out evaluations of a run: when they are due, and which ones damaged logs have lost."""
 
 from __future__ import annotations
 

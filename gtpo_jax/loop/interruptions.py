@@ -72,7 +72,7 @@ def _close_runs_at_exit() -> None:
 
   A function of `atexit` would be called too late: the pools of threads that save checkpoints are
   shut down before. Functions of `threading` are called in reverse order, so this one is called
-  before that of `concurrent.futures`.
+  before `concurrent.futures`'s.
   """
   threading._register_atexit(_close_open_runs)
 

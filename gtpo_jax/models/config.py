@@ -71,7 +71,7 @@ class Lora(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """An architecture and its number formats. The defaults of its features are those of Qwen2.5.
+  """An architecture and its number formats. The defaults of its features are Qwen2.5's.
 
   Attributes:
     vocab_size: rows of the embedding.
@@ -253,7 +253,7 @@ class ModelConfig:
 
   @property
   def attention_kinds(self) -> list[LayerKind]:
-    """The kinds of the layers with attention, which are those that keep keys and values."""
+    """The kinds of the layers with attention, which keep keys and values."""
     return [kind for kind in self.layer_kinds if kind.mixer == ATTENTION_MIXER]
 
   @property

@@ -95,7 +95,7 @@ class Layer(nn.Module):
     norm = lambda used: RMSNorm(c, (c.width,)) if used else None
     self.attention_norm = norm(c.family.pre_norms)
     self.mixer = MIXERS[self.kind.mixer](c, self.mesh, self.kind)
-    nn.share_scope(self, self.mixer)  # the names of its parameters are those of the layer's
+    nn.share_scope(self, self.mixer)  # its parameters have the layer's names
     self.attention_post_norm = norm(c.family.post_norms)
     self.mlp_norm = norm(c.family.pre_norms)
     self.mlp_post_norm = norm(c.family.post_norms)

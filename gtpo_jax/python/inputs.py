@@ -38,9 +38,9 @@ class Inputs:
     config: the config; it refers to the other inputs by name.
     reward: the reward function, if there is one.
     records: by name, the data that was passed as dicts.
-    environment: makes an environment; None for that of the config.
-    tools: functions that the model may call; None for those of the config.
-    agent: plays episodes; None for that of the config.
+    environment: makes an environment; None for the config's.
+    tools: functions that the model may call; None for the config's.
+    agent: plays episodes; None for the config's.
   """
 
   config: Config
@@ -66,7 +66,7 @@ def resolve_inputs(
   Args:
     config: a `Config`, or what `config.freeze` takes.
     reward: decides right and wrong; its name becomes `reward.verifier`.
-    data: rows like those of a file, to train on instead of `data.train`.
+    data: rows as in a file, to train on instead of `data.train`.
     held_out: rows to evaluate on instead of `data.eval`. If there is neither, a tenth of `data` is
       held out.
     demonstrations: rows with prompt and completion, for the warm start to imitate instead of

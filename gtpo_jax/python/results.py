@@ -15,7 +15,7 @@ class Step:
 
   Attributes:
     step: number of completed steps, including this one.
-    metrics: the step's metrics by name, as in metrics.jsonl, including those of its evaluation if
+    metrics: the step's metrics by name, as in metrics.jsonl, including its evaluation's if
       there was one; NaN for a missing value.
     batch: the batch that the step trained on, with `problems` (n), `texts` (n lists of g strings),
       `correct` bool[n, g], and the arrays in `rollouts` and `rewards`.

@@ -49,7 +49,7 @@ def _base(group: RunGroup) -> list[Any]:
 
 
 def against(first: RunGroup, group: RunGroup) -> str:
-  """Returns one sentence on a group's held-out accuracy less that of the first group.
+  """Returns one sentence on a group's held-out accuracy less the first group's.
 
   Runs of equal seeds are pairs, at the last step that all have evaluated; the interval is that of a
   paired t-test. "" if the groups differ in the base or in what is evaluated, or have no pair.
@@ -186,7 +186,7 @@ def held_out(run: RunLogs) -> tuple[str, str, str] | None:
 
 
 def settings(groups: Sequence[RunGroup]) -> dict[str, list[tuple[str, list[str]]]]:
-  """Returns the settings of all run groups, and those that differ between groups.
+  """Returns the settings of all run groups, and which of them differ between groups.
 
   A setting that no group's algorithm reads is left out.
   """

@@ -1,4 +1,4 @@
-"""Reads the runs of a report from their workdirs, and groups those that differ only in seed."""
+"""Reads the runs of a report from their workdirs, and groups runs that differ only in seed."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _figure(record: CreditRecord, label: str) -> dict[str, Any]:
 
 
 def distinct_algorithms() -> list[tuple[str, Algorithm]]:
-  """Returns the algorithms that assign different credit, with the names of those that share it.
+  """Returns the algorithms that assign different credit, with the names of all that share it.
 
   Algorithms with a guide or a teacher are left out. Objectives and ratios act on the credit only
   after the first gradient update.

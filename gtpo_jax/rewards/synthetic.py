@@ -42,7 +42,7 @@ def forks_digits(completion: str) -> str | None:
 
 
 def forks_correct(completion: str, answer: str) -> bool:
-  """Returns whether the digits in the text are those of `answer`, each written twice."""
+  """Returns whether the text has the digits of `answer`, each written twice."""
   return forks_digits(completion) == "".join(digit * 2 for digit in answer)
 
 

@@ -203,7 +203,7 @@ def score(
 ) -> list[Score | None]:
   """Returns the verdict on each completion with its number; without a scorer, 1 or 0.
 
-  Arguments and errors are those of `verify`; `options` are the fields of the config that it reads.
+  Arguments and errors are as in `verify`; `options` are the fields of the config that it reads.
   """
   if kind in SCORERS:
     return SCORERS[kind](completions, answers, extras, options)

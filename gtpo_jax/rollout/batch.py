@@ -69,7 +69,7 @@ class Batch:
     """Returns the metrics of the update together with `metrics`.
 
     With dynamic sampling, some names occur in both. Metrics of all sampled groups keep the name;
-    those of the groups that the update trained on become `kept/NAME`.
+    the groups that the update trained on have them as `kept/NAME`.
     """
     renamed = {f"kept/{name}" if name in self.metrics else name: update[name] for name in update}
     return {**renamed, **self.metrics}
@@ -102,7 +102,7 @@ class Placement:
   """Places groups on the mesh as the batch of a step, with what the trainer computes before it.
 
   This is the packing (which completions share a row in the trainer's forward pass), the log-probs
-  of the policy, if a correction needs them, and those of the reference and the teacher.
+  of the policy, if a correction needs them, and of the reference and the teacher.
   """
 
   def __init__(
@@ -139,7 +139,7 @@ class Placement:
     return abstract_batches(self._config, self._mesh)
 
   def scoring_programs(self, params: Params) -> list[Callable[[], jax.stages.Lowered]]:
-    """Returns what lowers every program that scores a batch; `params` are those of the policy."""
+    """Returns what lowers every program that scores a batch; `params` are the policy's."""
     unscored = [without_scores(rollouts) for rollouts, _ in self.batches()]
     scorers = [(self._rescore, params, unscored)] if self._rescore else []
     for name, (score, frozen) in self._scorers.items():

@@ -157,7 +157,7 @@ class Collector:
     )
 
   def _sample(self, policy: Policy, version: int, stopping: Callable[[], bool]) -> GroupPool:
-    """Samples the groups of the pool and new ones, and scores those that are complete.
+    """Samples the groups of the pool and new ones, and scores complete ones.
 
     Without staleness, a whole generation batch begins and is sampled to its end. With staleness, as
     many groups begin as the pool has space for, and sampling ends as soon as it has a batch. With

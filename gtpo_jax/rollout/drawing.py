@@ -73,7 +73,7 @@ class Outcomes(NamedTuple):
   """What is known of the problems. The arrays are replaced, never changed.
 
   Attributes:
-    right: f32[problems], correct completions; those of earlier groups count less (`DECAY`).
+    right: f32[problems], correct completions; earlier groups count less (`DECAY`).
     tried: f32[problems], completions with a verdict, weighted in the same way.
     numbers: the problem of each group that has begun and is not yet trained on.
   """
@@ -144,7 +144,7 @@ class DrawingByDifficulty:
   def state(self, state: Outcomes) -> None:
     self._state = state
     self._observed = 0  # groups since the last call of `metrics`
-    self._repeated = 0  # those of them whose problem had been tried before
+    self._repeated = 0  # whose problem had been tried before
 
   def draw(self, begun: int, count: int, kept: Sequence[Group]) -> list[tuple[Index, Problem]]:
     """Returns the index and problem of the next `count` groups after the first `begun`.

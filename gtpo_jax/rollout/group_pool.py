@@ -1,9 +1,8 @@
 """The groups that a step samples and scores, until it has chosen the batch to train on.
 
 Without dynamic sampling and staleness, these are the n groups of the batch. With
-`sampling.staleness`, a step ends when enough groups are complete. What is unfinished goes on in the
-next step, under the policy of that step, so that no slot waits for the longest completion of a
-batch (Kimi k1.5, 2501.12599; APRIL, 2509.18521). Every token keeps the log-prob, the entropy and
+`sampling.staleness`, a step ends when enough groups are complete. The others continue in the next
+step, under its policy, so that no slot waits for the longest completion of a batch (Kimi k1.5, 2501.12599; APRIL, 2509.18521). Every token keeps the log-prob, the entropy and
 the version of the policy that drew it.
 """
 
@@ -29,10 +28,10 @@ from gtpo_jax.sampling.engine import Engine
 def choose(
   begun: Sequence[int], complete: Sequence[bool], n: int, version: int, staleness: int
 ) -> list[int] | None:
-  """Returns the n groups to train on, or None as long as sampling has to go on.
+  """Returns the n groups to train on, or None as long as sampling must continue.
 
   The oldest complete groups are chosen. A group must be trained on at most `staleness` updates
-  after its first token was drawn. Sampling therefore goes on until the groups that are due are
+  after its first token was drawn. Sampling therefore continues until the groups that are due are
   complete, and until the rest can be trained on in time, n at each update.
 
   Args:
@@ -54,7 +53,7 @@ def choose(
 
 
 class GroupPool:
-  """The groups of one round of sampling: those of earlier rounds and steps, then new ones.
+  """The groups of one round of sampling: first from earlier rounds and steps, then new ones.
 
   Row r of the buffer has the completions of the r-th group without rewards. The groups get its
   tokens when they are scored, and from `finish`.
@@ -63,9 +62,9 @@ class GroupPool:
     groups: the groups, oldest first.
     buffer: the policy's completions [rows, g, ...] of the groups without rewards.
     completed: the groups that became complete and were scored, in this order.
-    dropped: those of them without contrast, with dynamic sampling.
+    dropped: the groups among them without contrast, with dynamic sampling.
     tallies: the metrics of the rewards, each time that rewards were awaited.
-    new_tokens: the number of tokens that were drawn, those of a guide included; from `finish`.
+    new_tokens: the number of tokens that were drawn, a guide's included; from `finish`.
     read_again: the number of tokens of earlier steps that have to be read again.
     scoring_s: seconds spent waiting for rewards.
   """
@@ -212,7 +211,7 @@ class GroupPool:
     self.tallies.append(result.tallies)
 
   def finish(self, old: int) -> None:
-    """Gives the groups that are not complete their tokens, and removes those that have not begun.
+    """Gives the groups that are not complete their tokens, and removes groups that have not begun.
 
     Args:
       old: the number of groups that had begun in earlier rounds and steps.

@@ -142,8 +142,8 @@ def stack(rows: Sequence[Any]) -> Any:
 def append_guided(own: Rollouts, guided: Rollouts) -> Rollouts:
   """Returns a group with the policy's completions followed by the guide's.
 
-  The log-probs of the guide count as those of the distribution that was drawn from: the ratio of a
-  guide's token always uses its own log-probs.
+  The guide's log-probs count as the drawn distribution's: the ratio of a guide's token always uses
+  its own log-probs.
 
   Args:
     own: the policy's, with optional fields.
@@ -154,7 +154,7 @@ def append_guided(own: Rollouts, guided: Rollouts) -> Rollouts:
     added = added.replace(versions=np.full_like(guided.tokens, own.versions.max(initial=0)))
   if own.drawn_log_probs is not None:
     added = added.replace(drawn_log_probs=guided.log_probs)
-  # The guide's experts are those of another router.
+  # Another router chose the guide's experts.
   added = added.replace(routes=None)
   if own.routes is not None:
     shape = (*guided.tokens.shape, *own.routes.shape[-2:])
@@ -239,7 +239,7 @@ def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
 def save_groups(config: Config, groups: Sequence[Group], begun: int) -> dict[str, np.ndarray]:
   """Returns groups as arrays for a checkpoint.
 
-  Their shapes depend only on the config, except that of the snapshots of episodes.
+  Their shapes depend only on the config, except for snapshots of episodes.
 
   Args:
     config: the run's config.

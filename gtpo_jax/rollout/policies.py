@@ -98,7 +98,7 @@ def find_policy(
     config: replaces the config of the run, and must then name the same model or none; for a Hugging
       Face folder, replaces the defaults.
     max_tokens: the longest completion; None for the run's own limit, or 256 for a folder.
-    stop: strings that end a completion; None for those of the config.
+    stop: strings that end a completion; None for the config's.
     overrides: `--config.a.b=VALUE`, fields of the config to change.
     serves: whether requests come at any time; see `Demand`.
 
@@ -193,7 +193,7 @@ class ServingLimits(NamedTuple):
   Attributes:
     max_prompt_tokens: the longest prompt; None for what the model's context has space for.
     max_tokens: the longest completion; None for what the model's context has space for.
-    compute_dtype: the format of activations; None for the run's own, or that of the platform.
+    compute_dtype: the format of activations; None for the run's own, or the platform's.
     slots: the completions that run at once; 0 for 32 on a CPU and the engine's default elsewhere.
     batch_invariant: see `EngineConfig`.
   """

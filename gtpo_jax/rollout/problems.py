@@ -62,7 +62,7 @@ def held_out_problems(
 ) -> list[Problem]:
   """Returns the problems to evaluate on: the same for every seed and every run.
 
-  Arguments and errors are those of `training_problems`.
+  Arguments and errors are as in `training_problems`.
   """
   names = config.data.eval_names
   if len(names) == 1:
@@ -168,7 +168,7 @@ def _measure(
   """Encodes the prompts of a source.
 
   Returns:
-    The problems whose prompts are short enough, the locations of those that are too long, and the
+    The problems whose prompts are short enough, the locations of the others, and the
     malformed rows. A conversation that the chat template does not accept is a malformed row.
 
   Raises:
@@ -200,7 +200,7 @@ def _measure(
 def _say_rendered(
   worker: RolloutWorker, name: str, problems: Sequence[Problem], say: Callable[[str], None]
 ) -> None:
-  """Says that prompts contain control tokens, as those that were rendered beforehand do."""
+  """Says that prompts contain control tokens, as prompts do that were rendered beforehand."""
   tokens = re.compile("|".join(map(re.escape, worker.chat.template_tokens())) or "(?!)")
   rendered = [
     (problem.location, found[0])

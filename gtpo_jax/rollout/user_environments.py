@@ -33,8 +33,8 @@ def environment_rules(
   Args:
     config: the run's config.
     chat: the tokenizer and its template.
-    environment: replaces that of `env.make`.
-    tools: replace those of `env.tools`.
+    environment: replaces `env.make`.
+    tools: replace `env.tools`.
     cut: removes a stop string from the text of a turn, with what follows it.
 
   Raises:
@@ -75,7 +75,7 @@ def agent_rules(
   Args:
     config: the run's config.
     chat: the tokenizer and its template.
-    agent: replaces that of `env.agent`.
+    agent: replaces `env.agent`.
     max_tokens: the most tokens of an episode.
     stop: strings that end every turn.
 

@@ -75,9 +75,9 @@ class RolloutWorker:
     stop: replaces `config.sampling.stop`; None keeps it.
     trains: whether the model is trained, so that its optimizer's state takes memory too.
     serves: whether requests come one by one and at any time; see `Demand`.
-    environment: replaces that of `config.env.make`; None keeps it.
-    tools: replace those of `config.env.tools`; None keeps them.
-    agent: replaces that of `config.env.agent`; None keeps it.
+    environment: replaces `config.env.make`; None keeps it.
+    tools: replace `config.env.tools`; None keeps them.
+    agent: replaces `config.env.agent`; None keeps it.
     """
     resolved = resolve_model(config)
     self.model_folder = resolved.folder
@@ -154,7 +154,7 @@ class RolloutWorker:
     return self._encode(problem, text, added)
 
   def encode_for_teacher(self, problem: Problem) -> list[int]:
-    """Returns the token ids that the teacher reads in place of those of `encode`.
+    """Returns the token ids that the teacher reads in place of `encode`'s.
 
     Raises:
       UserError: they are too many.

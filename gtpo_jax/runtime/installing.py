@@ -21,7 +21,7 @@ def require_package(module: str, what: str, extra: str, package: str = "") -> No
     module: its top-level module.
     what: what needs it, the subject of the message.
     extra: the extra of gtpo_jax that installs it.
-    package: the name of the package, if it is not that of the module.
+    package: the name of the package, if it differs from the module's.
 
   Raises:
     MissingPackage: it is not installed.

@@ -83,7 +83,7 @@ def make_mesh(
 
 
 def _fitting_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
-  """Returns sizes of the mesh axes whose product is `devices`, near those that were asked for.
+  """Returns sizes of the mesh axes whose product is `devices`, near the sizes that were asked for.
 
   From the last axis to the second, each keeps the largest factor of its size that divides the
   number of unused devices; data gets the rest.

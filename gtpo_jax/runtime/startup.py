@@ -107,7 +107,7 @@ def prepare_devices() -> None:
 def prepare_libraries() -> None:
   """Silences `QUIET_LOGGERS` and late errors of Orbax; lets `epath` describe all files.
 
-  It sets those of `LIBRARY_VARIABLES` that are not set.
+  It sets each of `LIBRARY_VARIABLES` that is not set.
   """
   for name, value in LIBRARY_VARIABLES.items():
     os.environ.setdefault(name, value)

@@ -33,7 +33,7 @@ class Conversations:
   def __init__(self, chat: Chat, parser: Parser | None = None):
     """Args:
     chat: the tokenizer and its template.
-    parser: reads calls; None for that of the model's family, if its template shows tools.
+    parser: reads calls; None for the model family's, if its template shows tools.
     """
     self.chat = chat
     self._parser = parser or _parser(chat)
@@ -46,7 +46,7 @@ class Conversations:
   ) -> list[int]:
     """Returns the ids of a conversation up to the assistant's turn.
 
-    `variables` are those of the template (`chat_template_kwargs`).
+    `variables` are the template's (`chat_template_kwargs`).
 
     Raises:
       ApiError: the model cannot call tools, or a message contains a control token.

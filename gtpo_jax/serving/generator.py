@@ -157,7 +157,7 @@ class Generator:
     self._sessions = {policy: x for policy, x in self._sessions.items() if policy in busy}
 
   def _next_scores(self) -> list[ScoreJob]:
-    """Returns the next texts that are scored together: those of one policy."""
+    """Returns the next texts that are scored together: texts of one policy."""
     scores: list[ScoreJob] = []
     while self._scores and len(scores) < self._scorer.rows:
       job = self._scores[0]

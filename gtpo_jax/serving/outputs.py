@@ -39,7 +39,7 @@ class Output:
 
   Attributes:
     tokens: the ids so far.
-    log_probs: those of the tokens.
+    log_probs: of the tokens.
     alternatives: see `Part`.
     finish: "stop" or "length" once it has ended.
   """
@@ -112,7 +112,7 @@ class LogProbs:
       part: tokens and log-probs.
       top: how many alternatives are listed.
       offset: where the text of the first token begins.
-      first: the id of a token before those of the part, which has no log-prob; None for none.
+      first: the id of a token before the part, which has no log-prob; None for none.
     """
     texts = self._texts(part, top)
     pieces = [texts[token] for token in part.tokens]

@@ -1,4 +1,4 @@
-"""Paths in object stores, such as gs://bucket/run, beside those of file systems.
+"""Paths in object stores, such as gs://bucket/run, and in file systems.
 
 `epath` opens both. What an object store lacks (appending, renaming, links and locks) is handled
 where a program needs it: `Spool` for log files, `claim_lease` for the lock of a workdir.

@@ -93,7 +93,7 @@ class Balance(NamedTuple):
 def balance_of(model: Transformer, rollouts: Rollouts) -> Balance | None:
   """Returns what the load-balancing loss of a minibatch needs; None without that loss.
 
-  The shares are those of the recorded choices, so the loss is a sum over tokens, and micro-batches
+  The shares come from the recorded choices, so the loss is a sum over tokens, and micro-batches
   do not change it.
 
   Raises:

@@ -31,7 +31,7 @@ class Reading(NamedTuple):
   """What a forward pass reads, and the tokens whose log-probs it computes.
 
   Attributes:
-    prompts: those of the completions.
+    prompts: of the completions.
     tokens: i32[n, g, t], the completions.
     packing: the rows that completions share; None if each has its own.
     targets: i32[n, g, t], tokens whose log-probs are computed after the same ones; None for

@@ -30,7 +30,7 @@ def scaled(loss: Callable[..., jax.Array], scale: float) -> Callable[..., jax.Ar
 
 
 def unscale(gradient: Any, scale: float) -> Any:
-  """Returns the gradient of the loss from that of the scaled loss."""
+  """Returns the gradient of the loss from the scaled loss's."""
   if scale == 1:
     return gradient
   return jax.tree.map(lambda x: (x / scale).astype(x.dtype), gradient)

@@ -150,7 +150,7 @@ def _correct(
   Args:
     algorithm: says which corrections there are.
     rollouts: the batch, with `rescored` if there is a correction.
-    signals: those of the tokens in the loss.
+    signals: of the tokens in the loss.
 
   Returns:
     The rollouts, without `rescored` if completions are only masked: the ratio is then relative to

@@ -33,10 +33,10 @@ class UpdateMetrics(NamedTuple):
 
 
 def mean_over_updates(measured: UpdateMetrics) -> dict[str, jax.Array]:
-  """Returns the metrics of a step, f32[] each, from those of its gradient updates [updates].
+  """Returns the metrics of a step, f32[] each, from its gradient updates' metrics [updates].
 
   Minibatches without tokens have no loss and no means over tokens, so they are left out of these
-  metrics, which are NaN if all minibatches are. The mismatch is that of the first minibatch.
+  metrics, which are NaN if all minibatches are. The mismatch is the first minibatch's.
   """
   gradient = {name: mean_or_nan(x, measured.has_tokens) for name, x in measured.gradient.items()}
   tokens = {name: mean_or_nan(x, ~jnp.isnan(x)) for name, x in measured.tokens.items()}

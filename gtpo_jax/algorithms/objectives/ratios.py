@@ -58,7 +58,7 @@ def geometric_sequence_ratio(
 def gspo_token_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns `sg(s) pi / sg(pi)` per token, with s the geometric ratio of the token's completion.
 
-  sg is `stop_gradient`. The value is that of `geometric_sequence_ratio`, but each token has its own
+  sg is `stop_gradient`. The value is `geometric_sequence_ratio`, but each token has its own
   gradient, `s grad log pi`, so the tokens of a completion can have different advantages.
   Source: GSPO-token (2507.18071, eq. 14).
   """

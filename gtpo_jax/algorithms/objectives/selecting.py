@@ -27,7 +27,7 @@ _BAND = "tokens are selected if their covariance term lies between cov_low and c
 class ClipCov(Clip):
   """The clipped objective, and 0 for the selected tokens (Clip-Cov, 2505.22617).
 
-  These are random ones of those that are not clipped and whose covariance term lies in a band.
+  These are random tokens that are not clipped and whose covariance term lies in a band.
   """
 
   name: ClassVar[str] = "clip_cov"

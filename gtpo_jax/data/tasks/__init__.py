@@ -43,7 +43,7 @@ UNREAD = {  # settings without effect
 def make_task(name: str, terms: int = 0, largest: int = 0, filler: int = FILLER) -> Task:
   """Returns a task by name. `terms` or `largest` of 0 selects the task's default.
 
-  Only forks reads `filler`; `UNREAD` has those that do not read the others.
+  Only forks reads `filler`; `UNREAD` has the tasks that do not read the others.
 
   Raises:
     UserError: the name is unknown, or the task does not have this difficulty.

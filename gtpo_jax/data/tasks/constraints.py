@@ -50,7 +50,7 @@ class Constraint:
 
   Attributes:
     name: its kind, a key of `rewards.constraints.instructions.INSTRUCTIONS`.
-    arguments: those of the kind.
+    arguments: of the kind.
     sentence: the instruction as the prompt states it.
     follow: changes a draft so that it follows the instruction.
   """

@@ -34,7 +34,7 @@ class GuessNumber:
   It is from 0 to `largest`.
 
   The teacher halves the range that is left. While it is long, the teacher often guesses one of the
-  numbers at its ends instead, which rules out only that number, and then goes on with the same
+  numbers at its ends instead, which rules out only that number, and then continues with the same
   range.
 
   Both parts have each number once. No number can be learned by heart, as no question tells it.

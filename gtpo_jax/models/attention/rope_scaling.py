@@ -1,4 +1,4 @@
-"""Changes of the rotary frequencies for long contexts: YaRN, and those of Llama 3.1 and Gemma 3."""
+"""Changes of the rotary frequencies for long contexts: YaRN, Llama 3.1's and Gemma 3's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gtpo_jax.runtime.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-  """YaRN (2309.00071): rotary angles for contexts longer than those of pre-training.
+  """YaRN (2309.00071): rotary angles for contexts longer than in pre-training.
 
   Qwen's documentation recommends it for long inputs.
 

@@ -1,7 +1,7 @@
 """The positions of a batch of sequences: their rotary angles and masks.
 
 A *stream* is one batch of sequences [n, g, s, d] of a forward pass. There are one or two: the
-prompts (g = 1) and the completions, which go on after their prompt.
+prompts (g = 1) and the completions, which follow their prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gtpo_jax.models.attention.sources import RowRanges
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.kinds import LayerKind
 
-# The rotary angles of each base; at 0, those of the model.
+# The rotary angles of each base; at 0, the model's.
 Ropes = dict[float, Rope]
 
 

@@ -13,7 +13,7 @@ def convolve(
 
   Args:
     x: [n, g, s, k, f].
-    kernel: [k, f, taps]; the last tap is that of the position itself.
+    kernel: [k, f, taps]; the last tap is for the position itself.
     before: [n, g | 1, taps - 1, k, f], what precedes the first position, the latest last.
     places: i32[n, g, s], the place of each position in its segment, which `before` precedes. None
       if each row is one segment.

@@ -7,7 +7,7 @@ At each position, with alpha = exp(log_decay) and unit keys (equation 10 there, 
 In chunks (2406.06484, section 3.2) the corrections of a chunk follow from a triangular system, so
 that matrix products do all of the work. All of it is float32.
 
-In shapes, e is the number of features of a key and f that of a value.
+In shapes, e is the number of features of a key, and f of a value.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _solve(system: jax.Array, sides: jax.Array, precision: str) -> jax.Array:
   Args:
     system: f32[..., c, c]; what is on and above the diagonal is not read.
     sides: f32[..., c, m].
-    precision: of the products, except for those of the inverse.
+    precision: of the products, except in the inverse.
   """
   return _solved(system, sides, precision)[0]
 

@@ -216,7 +216,7 @@ def experts_output(
   precision: str,
   lora_scale: float,
 ) -> jax.Array:
-  """Returns the weighted sum of the experts' outputs, [t, d], of those that are here.
+  """Returns the weighted sum of the outputs, [t, d], of the experts that are here.
 
   Args:
     x: [t, d].

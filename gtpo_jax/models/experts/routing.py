@@ -28,7 +28,7 @@ class Routing(NamedTuple):
 
 @flax.struct.dataclass
 class RouterStatistics:
-  """What is measured of a router, or of those of all layers."""
+  """What is measured of one router, or of all layers' routers."""
 
   entropy: jax.Array  # f32[...], nats, of the distribution over experts
   # f32[...], 1 where the router would have chosen other experts than the recorded ones; of several
@@ -61,7 +61,7 @@ class RecordedRoutes:
   shares: jax.Array | None = None
 
   def of_layers(self, layers: np.ndarray) -> RecordedRoutes:
-    """Returns those of some layers with experts, which are then axis 0."""
+    """Returns the routes of some layers with experts, which are then axis 0."""
     take = lambda x: None if x is None else jnp.moveaxis(x[..., layers, :], -2, 0)
     shares = None if self.shares is None else self.shares[layers]
     return RecordedRoutes(tuple(map(take, self.ids)), shares)
@@ -73,8 +73,8 @@ def routes_of_inputs(
   """Returns the recorded choices for the inputs of completions, [n, g, t, layers, k].
 
   Args:
-    prompt: [n, p, layers, k], those of the prompts, whose last token is the first input.
-    routes: [n, g, t, layers, k], those of the completions' tokens.
+    prompt: [n, p, layers, k], of the prompts, whose last token is the first input.
+    routes: [n, g, t, layers, k], of the completions' tokens.
     places: i32[n, g, t], from `Packing.places`.
   """
   first = jnp.broadcast_to(prompt[:, None, -1:], routes[:, :, :1].shape)
@@ -93,7 +93,7 @@ class RouteShape(NamedTuple):
 
   @classmethod
   def of(cls, config: ModelConfig) -> RouteShape | None:
-    """Returns that of a model; None without experts."""
+    """Returns the shape of a model's routes; None without experts."""
     if (m := config.mixture) is None:
       return None
     return cls(len(config.expert_layers), m.per_token, m.experts)

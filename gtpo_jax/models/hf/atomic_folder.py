@@ -75,7 +75,7 @@ def atomic_folder(folder: epath.Path) -> Iterator[epath.Path | None]:
 
 
 def _make_temporary(folder: epath.Path) -> epath.Path:
-  """Creates the temporary folder beside `folder`, and deletes those that killed processes left."""
+  """Creates the temporary folder beside `folder`, and deletes what killed processes left."""
   if is_remote(folder):
     return _check_empty(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -124,7 +124,7 @@ def describe_unused_keys(folder: Path) -> str:
 
 
 def is_multimodal(values: dict[str, Any]) -> bool:
-  """Returns whether a config.json is that of a model with other parts than its text model."""
+  """Returns whether a config.json describes a model with other parts than its text model."""
   return isinstance(kind := values.get("model_type"), str) and kind in MULTIMODAL
 
 
@@ -242,7 +242,7 @@ def _clip_qkv(values: dict[str, Any], family: Family, path: str) -> float | None
 
 
 def _rotates(values: dict[str, Any], family: Family, layers: int, path: str) -> list[bool]:
-  """Returns which layers rotate queries and keys; `no_rope_layers` has 1 for those that do."""
+  """Returns which layers rotate queries and keys; `no_rope_layers` has 1 for layers that do."""
   if not family.no_rope_interval:
     return [True] * layers
   given = values.get("no_rope_layers")

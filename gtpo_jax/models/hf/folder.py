@@ -108,7 +108,7 @@ def fingerprints(name: str | None) -> dict[str, str]:
 
 
 def is_hf_folder(folder: Path) -> bool:
-  """Returns whether the folder's config.json is that of a Hugging Face model.
+  """Returns whether the folder's config.json describes a Hugging Face model.
 
   A run's workdir also has a config.json, in another format.
   """

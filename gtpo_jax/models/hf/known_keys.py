@@ -1,4 +1,4 @@
-"""The keys of config.json: those that must have one value, and those that change nothing for us."""
+"""The keys of config.json that must have one value, and keys that change nothing here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUPPORTED = {
   "final_logit_softcapping": None,
   "use_bidirectional_attention": False,
 }
-# Settings that `read_config` reads, besides the sizes and those that a `Family` names.
+# Settings that `read_config` reads, besides the sizes and what a `Family` names.
 READ = {
   "model_type",
   "rms_norm_eps",

@@ -292,7 +292,7 @@ def read_hf(
 
 
 def _check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-  """Raises a UserError if a size in config.json is not that of the tensors."""
+  """Raises a UserError if the tensors do not have a size that config.json states."""
   layers = {int(match[1]) for name in shapes if (match := LAYER.match(name))}
   if layers and max(layers) + 1 != config.layers:
     raise UserError(

@@ -1,6 +1,6 @@
 """Whether completions follow the instructions of their problem, and whether these can be checked.
 
-The instructions are those of `extra`, as in IFEval's files: `instruction_id_list`, a list of names,
+`extra` has the instructions, as in IFEval's files: `instruction_id_list`, a list of names,
 and `kwargs`, the arguments of each. An argument that is null, zero or empty counts as missing.
 
 Some arguments are regular expressions, which may take exponential time. Problems with such
@@ -117,7 +117,7 @@ def check_instructions(answer: str, extra: Mapping[str, Any]) -> None:
   """Checks that the instructions of a problem can be checked.
 
   Raises:
-    ValueError: there are none, one is unknown, or its arguments are not those that it needs.
+    ValueError: there are none, one is unknown, or its arguments are not what it needs.
     MissingPackage: an instruction needs a package that is not installed.
   """
   names = extra.get("instruction_id_list")

@@ -1,6 +1,6 @@
 """Sentences, words and the language of a text, as the evaluations of IFEval find them.
 
-Sentences are those of NLTK's Punkt with its English model, and languages those of langdetect. Both
+NLTK's Punkt with its English model finds sentences, and langdetect languages. Both
 are imported on first use: of 25 kinds of instructions, 21 need neither.
 """
 

@@ -138,7 +138,7 @@ class _Parser:
     self._operand = token
 
   def _push(self, operator: str) -> None:
-    """Adds a binary operator after applying those that bind at least as tightly."""
+    """Adds a binary operator after applying operators that bind at least as tightly."""
     limit = (_PRECEDENCE[operator], True)
     while self._operators and self._operators[-1] not in OPEN:
       if (_PRECEDENCE[self._operators[-1]], operator != "^") < limit:

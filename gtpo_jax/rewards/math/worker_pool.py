@@ -269,7 +269,7 @@ def shared_pool(workers: int | None = None) -> WorkerPool:
 
 
 def wait_all(verdicts: Iterable[Verdict | Future]) -> list[Any]:
-  """Returns the verdicts in order, and waits for those that are futures."""
+  """Returns the verdicts in order, and waits for futures among them."""
   verdicts = list(verdicts)
   try:
     return [verdict.result() if isinstance(verdict, Future) else verdict for verdict in verdicts]

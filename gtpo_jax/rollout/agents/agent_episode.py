@@ -89,7 +89,7 @@ class Requests:
         self._limit_call(max(left, 0.0))
 
   def end(self, stop: Stop) -> float:
-    """Refuses further requests, and those that wait; returns how many seconds the agent worked."""
+    """Refuses pending and further requests; returns how many seconds the agent worked."""
     with self._lock:
       self._ended = self._ended or stop
       self._pause()
@@ -292,7 +292,7 @@ class Agents(Rules):
     self._turn_tokens = TurnTokens(chat, ["user"])
     self._codec = Conversations(chat, None if parser == "auto" else parser_for(parser, chat))
     self._endpoint: Endpoint | None = None
-    self._episodes: dict[str, AgentEpisode] = {}  # those that go on, by their API keys
+    self._episodes: dict[str, AgentEpisode] = {}  # in flight, by their API keys
 
   def episode(
     self, key: tuple[Group, int], writer: Writer, row: Mapping[str, Any], seed: int

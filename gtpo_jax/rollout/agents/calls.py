@@ -76,7 +76,7 @@ class AgentCall:
     self._task = asyncio.current_task()
     http = openai.DefaultAsyncHttpxClient(
       limits=HTTP.Limits(max_connections=CONNECTIONS),
-      verify=False,  # the endpoint has no certificate, and reading those of others takes long
+      verify=False,  # the endpoint has no certificate, and reading the system's takes long
     )
     client = openai.AsyncOpenAI(
       base_url=self._url, api_key=self.key, max_retries=0, timeout=None, http_client=http

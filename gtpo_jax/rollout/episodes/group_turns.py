@@ -87,7 +87,7 @@ class Turns:
   ) -> Iterator[list[Pair]]:
     """Samples the completions of a buffer to their ends, and yields which ones have ended.
 
-    The rows of the buffer are those of `groups`, which are open. After this has yielded, the caller
+    The buffer has the rows of `groups`, which are open. After this has yielded, the caller
     may stop iterating.
 
     Raises:

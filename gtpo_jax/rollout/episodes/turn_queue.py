@@ -1,6 +1,6 @@
 """The turns that the episodes of a buffer ask for, until they are sampled.
 
-Each turn is a request. When it has ended, its episode goes on, and later asks for the next turn;
+Each turn is a request. When it has ended, its episode resumes, and later asks for the next turn;
 other completions are sampled meanwhile. With several processes, only the first has the episodes.
 After each chunk it sends what they ask for to the others, so that all continue in the same way.
 """
@@ -97,7 +97,7 @@ class TurnQueue:
     return ended
 
   def settle(self, stopping: Callable[[], bool]) -> list[Pair]:
-    """Waits until no completion waits any more; returns those that have ended.
+    """Waits until no completion waits any more; returns the completions that have ended.
 
     Raises:
       Stopped: `stopping`, which is called about twice a second, returned True.

@@ -58,7 +58,7 @@ def process_identity() -> dict[str, str]:
 
 
 def agree(values: Mapping[str, Any]) -> None:
-  """Compares values with those of the other processes. All must call it together.
+  """Compares values between processes. All must call it together.
 
   Args:
     values: by name; they are compared as texts.
@@ -98,7 +98,7 @@ def announce_failure(error: BaseException) -> None:
 
 
 def difference(everyone: Sequence[Mapping[str, str]]) -> str:
-  """Describes in one line how the values of processes differ from those of the first one.
+  """Describes in one line how the values of processes differ from the first one's.
 
   Args:
     everyone: the values of each process by name, or an error that has ended it.
