@@ -2,8 +2,9 @@
 
 Without dynamic sampling and staleness, these are the n groups of the batch. With
 `sampling.staleness`, a step ends when enough groups are complete. The others continue in the next
-step, under its policy, so that no slot waits for the longest completion of a batch (Kimi k1.5, 2501.12599; APRIL, 2509.18521). Every token keeps the log-prob, the entropy and
-the version of the policy that drew it.
+step, under its policy, so that no slot waits for the longest completion of a batch (Kimi k1.5,
+2501.12599; APRIL, 2509.18521). Every token keeps the log-prob, the entropy and the version of the
+policy that drew it.
 """
 
 from __future__ import annotations
