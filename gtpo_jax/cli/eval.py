@@ -44,9 +44,9 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   problems = held_out_problems(config, worker, say)  # before the weights, which take longer to read
   display = stderr_display(is_first_process())
   reward_manager = RewardManager(config)
-  reward_manager.probe_judge(say)
+  reward_manager.grader.probe(say)
   if not is_folder and not is_remote(args.model):
-    reward_manager.use_judge_cache(Path(args.model))
+    reward_manager.grader.use_cache(Path(args.model))
   with display.waiting("reading the weights"):
     params, step = read()
   with contextlib.ExitStack() as stack:

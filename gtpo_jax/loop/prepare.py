@@ -68,7 +68,7 @@ def prepare(inputs: Inputs, display: Display) -> Parts:
   check_frozen(config, worker)
   check_weights(worker)
   check_trackers(config)
-  reward_manager.probe_judge(display.say)
+  reward_manager.grader.probe(display.say)
   problems = training_problems(config, worker, display.say, inputs.records)
   held_out = held_out_problems(config, worker, display.say, inputs.records)
   provenance = provenance_of(config, problems, held_out)

@@ -153,7 +153,7 @@ class Run:
     workdir = self._place.folder
     folder = self._place.logs.folder
     say = self.display.say
-    self._parts.reward_manager.use_judge_cache(folder)
+    self._parts.reward_manager.grader.use_cache(folder)
     further = lambda: [WeightsAndBiases(folder, config, workdir.name, say)] if log.wandb else []
     self._journal = Journal(folder, start, log.tensorboard, further, log.samples, say)
     if is_first_process():

@@ -34,8 +34,8 @@ from gtpo_jax.runtime.mesh import (
   named_sharding,
 )
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.inventory import Signature, count_kinds, reachable
-from gtpo_jax.sampling.programs import abstract_decode_params
+from gtpo_jax.sampling.inventory import Signature, Workload, count_kinds, reachable
+from gtpo_jax.sampling.programs import Programs, abstract_decode_params
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
 from gtpo_jax.training.log_probs import make_scorer
 from gtpo_jax.training.state import abstract_state, make_optimizer
@@ -156,12 +156,16 @@ class RunPrograms:
       names = list(self.workloads)
       while names:
         name, *rest = names
-        covered = [other for other in rest if self._covers(name, other)]
+        ours = self.workloads[name]
+        programs = self.engine.programs
+        covered = [x for x in rest if _covers(programs, ours, self.workloads[x])]
         yield from self._compile_workload(name, covered)
         names = [other for other in rest if other not in covered]
       yield from self._compile_scoring()
     if self.config.warm_start.steps:
-      yield self._compile_imitation()
+      imitate, arguments, count = _imitation(self.config, self.model)
+      # It runs before anything frozen is loaded.
+      yield self._compile("warm start", lambda: imitate.lower(*arguments), arguments, 0, count)
 
   def compile_largest(self) -> Iterator[CompiledProgram]:
     """Compiles the update and the policy's decoding, which usually need the most memory."""
@@ -229,15 +233,6 @@ class RunPrograms:
           counts[kind],
         )
 
-  def _covers(self, name: str, other: str) -> bool:
-    """Returns whether the programs of a workload take at least the memory of another one's."""
-    ours = self.workloads[name]
-    theirs = self.workloads[other]
-    memory = lambda workload: bytes_per_device(self.engine.programs.abstract_state(workload))
-    filtered = theirs.sampling_params.is_filtered and theirs.sampling_params.temperature > 0
-    same = ours.sampling_params.filters == theirs.sampling_params.filters
-    return memory(ours) >= memory(theirs) and (same or not filtered)
-
   def _compile_scoring(self) -> Iterator[CompiledProgram]:
     """Compiles the programs that compute log-probs of a batch, by policy, reference and teacher."""
     config = self.config
@@ -263,25 +258,6 @@ class RunPrograms:
       lower = functools.partial(scorer.lower, *arguments)
       yield self._compile(name, lower, arguments, resident, self._batches)
 
-  def _compile_imitation(self) -> CompiledProgram:
-    """Compiles the updates of the warm start, which runs before anything frozen is loaded."""
-    config = self.config
-    section = config.warm_start
-    optimizer = make_optimizer(section.optimizer, section.steps)
-    imitate = make_imitation(self.model, optimizer, config.batch.head_chunk)
-    sharding = named_sharding(self.model.mesh, None, "batch")
-    k = min(UPDATES_PER_CALL, section.steps)
-    array = lambda dtype, *shape: jax.ShapeDtypeStruct(
-      (k, section.batch, *shape), dtype, sharding=sharding
-    )
-    t = config.sampling.max_tokens
-    prompts = Prompts(array(jnp.int32, config.data.max_prompt_tokens), array(jnp.int32))
-    demonstrations = Demonstrations(prompts, array(jnp.int32, t), array(jnp.bool, t))
-    arguments = (abstract_state(self.model, optimizer), demonstrations)
-    count = 1 + bool(section.steps > k and section.steps % k)
-    lower = lambda: imitate.lower(*arguments)
-    return self._compile("warm start", lower, arguments, 0, count)
-
   def _compile(
     self,
     name: str,
@@ -297,6 +273,31 @@ class RunPrograms:
       seconds = time.perf_counter() - began
       self._compiled[name] = CompiledProgram(name, peak + resident, count, seconds, executable)
     return self._compiled[name]._replace(count=count)
+
+
+def _covers(programs: Programs, ours: Workload, theirs: Workload) -> bool:
+  """Returns whether the programs of a workload take at least the memory of another one's."""
+  memory = lambda workload: bytes_per_device(programs.abstract_state(workload))
+  filtered = theirs.sampling_params.is_filtered and theirs.sampling_params.temperature > 0
+  same = ours.sampling_params.filters == theirs.sampling_params.filters
+  return memory(ours) >= memory(theirs) and (same or not filtered)
+
+
+def _imitation(config: Config, model: Transformer) -> tuple[Any, tuple[Any, ...], int]:
+  """Returns the updates of the warm start, the shapes of their arguments, and their number."""
+  section = config.warm_start
+  optimizer = make_optimizer(section.optimizer, section.steps)
+  imitate = make_imitation(model, optimizer, config.batch.head_chunk)
+  sharding = named_sharding(model.mesh, None, "batch")
+  k = min(UPDATES_PER_CALL, section.steps)
+  array = lambda dtype, *shape: jax.ShapeDtypeStruct(
+    (k, section.batch, *shape), dtype, sharding=sharding
+  )
+  t = config.sampling.max_tokens
+  prompts = Prompts(array(jnp.int32, config.data.max_prompt_tokens), array(jnp.int32))
+  demonstrations = Demonstrations(prompts, array(jnp.int32, t), array(jnp.bool, t))
+  arguments = (abstract_state(model, optimizer), demonstrations)
+  return imitate, arguments, 1 + bool(section.steps > k and section.steps % k)
 
 
 def _attention_workspace(config: Config, model: Transformer) -> int:

@@ -6,34 +6,28 @@ file `c` is the model's architecture.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gtpo_jax.checkpoint.architectures import teacher_architecture
-from gtpo_jax.config import Config, flatten, freeze, resolve_model, to_dict
+from gtpo_jax.config import Config, flatten, freeze, to_dict
 from gtpo_jax.config.mesh_choice import all_meshes
-from gtpo_jax.config.updates import micro_batch_counts, tokens_per_part, update_bytes
+from gtpo_jax.config.updates import micro_batch_counts, tokens_per_part
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.formats.quantize import FORMATS
 from gtpo_jax.models.params import matmul_params
 from gtpo_jax.planning.collectives import Collective, send_seconds
-from gtpo_jax.planning.roofline import sample_seconds, update_seconds, weight_bytes
+from gtpo_jax.planning.memory_model import Base, MemoryModel
+from gtpo_jax.planning.roofline import sample_seconds, update_seconds
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.runtime.mesh import MESH_AXES
-from gtpo_jax.sampling.engine import triton_refusal
-from gtpo_jax.sampling.paged.memory import LOGITS_COPIES
-from gtpo_jax.sampling.settings import ACCELERATOR_CHUNK, DEFAULT_PAGE
 
 # Per layer and pass over it, how many times positions are gathered or scattered over tensor; and
 # the number of passes with full remat: forward, recomputation, backward.
 TENSOR_TRANSFERS = 4
 PASSES = 3
-# Positions of each slot in the temporaries of decoding, as in `paged.memory.temporary_bytes`.
-WRITTEN_POSITIONS = ACCELERATOR_CHUNK + 4 * DEFAULT_PAGE
 IMPERFECT_OVERLAP = 0.25  # the part of sending that computing does not hide
 
 
@@ -53,19 +47,14 @@ class Candidate(NamedTuple):
   seconds: float
 
 
-class Base(NamedTuple):
-  """The levers that both the update and sampling depend on."""
-
-  mesh: dict[str, int]  # axis -> size
-  offload: bool  # whether the optimizer's moments are in host memory
-  quantize: str  # format of a base under adapters
-
-
 class Search:
   """Estimates what changes of a run's levers cost, and lists the changes that may make it fit.
 
   The levers are the mesh, the micro-batches, whether the optimizer's moments are in host memory,
   the slots, and the format of a base under adapters. Pages take the memory that is left.
+
+  Attributes:
+    memory: estimates the bytes that they need.
   """
 
   def __init__(self, config: Config, devices: int, chip: Chip, nodes: Sequence[int]):
@@ -79,8 +68,8 @@ class Search:
     self.devices = devices
     self.chip = chip
     self.nodes = nodes
-    self.architecture = resolve_model(config).config
-    self.teacher = teacher_architecture(config, self.architecture)
+    self.memory = MemoryModel(config, chip)
+    self.architecture = self.memory.architecture
 
   def candidates(self, update_memory: float, sampling_memory: float) -> list[Candidate]:
     """Returns overrides that may make a run fit, the fastest first.
@@ -93,9 +82,10 @@ class Search:
       sampling_memory: the bytes of a device that sampling can use.
     """
     found = []
+    memory = self.memory
     for base in self.bases():
-      parts = (x for x in self.micro_batches(base) if self.update_bytes(base, x) <= update_memory)
-      slots = (x for x in self.slots(base) if self.sampling_bytes(base, x) <= sampling_memory)
+      parts = (x for x in self.micro_batches(base) if memory.update_bytes(base, x) <= update_memory)
+      slots = (x for x in self.slots(base) if memory.sampling_bytes(base, x) <= sampling_memory)
       first_parts = next(parts, None)
       first_slots = next(slots, None)
       if first_parts and first_slots:
@@ -131,18 +121,18 @@ class Search:
     override["model.quantize"] = base.quantize
     if slots != self.slots(base)[0]:
       override["sampling.slots"] = slots
-    needed = self.sampling_bytes(base, slots)
+    needed = self.memory.sampling_bytes(base, slots)
     at_once = slots
-    if self.is_paged:
+    if self.memory.is_paged:
       override["sampling.cache_fraction"] = AUTO
-      shards, tensor = self._sampling_shards(mesh)
-      more = max(sampling_memory - needed, 0) / self._completion_bytes(tensor)
+      shards, tensor = self.memory.sampling_shards(mesh)
+      more = max(sampling_memory - needed, 0) / self.memory.completion_bytes(tensor)
       at_once = min(slots, shards * (1 + int(more)))
-    c = self._architecture(base)
+    c = self.memory.architecture_of(base)
     seconds = _seconds(self.config, c, self.chip, mesh, micro_batches, at_once, self.nodes)
     # The transfers of moments overlap with little, so a run with them is slower.
     seconds += base.offload
-    return Candidate(override, self.update_bytes(base, micro_batches), needed, seconds)
+    return Candidate(override, self.memory.update_bytes(base, micro_batches), needed, seconds)
 
   def bases(self) -> Iterator[Base]:
     """Yields every combination of format, mesh, and place of the moments."""
@@ -186,99 +176,15 @@ class Search:
 
   def slots(self, base: Base) -> list[int]:
     """Returns numbers of slots, over all devices, from the config's own down to one per shard."""
-    shards, _ = self._sampling_shards(base.mesh)
+    shards, _ = self.memory.sampling_shards(base.mesh)
     own = self.config.engine_config.most_slots("gpu" if self.chip.gpu else "tpu", shards)
     most = min(own, max(self.config.sampling_demand.completions, shards))
     halves = [most // 2**i // shards * shards for i in range(1, most.bit_length())]
     return [own, *(x for x in halves if x)]
 
-  def update_bytes(self, base: Base, micro_batches: int) -> float:
-    """Estimates the bytes of the update on one device."""
-    c = self._architecture(base)
-    needed = update_bytes(self.config, c, base.mesh, self.config.model.remat, micro_batches)
-    return self._state_bytes(base) + needed
-
-  def sampling_bytes(self, base: Base, slots: int) -> float:
-    """Estimates the fewest bytes of sampling on one device.
-
-    Pages need not hold more than a prompt and a completion, because others wait. Arrays hold all
-    slots.
-    """
-    config = self.config
-    c = self._architecture(base)
-    shards, tensor = self._sampling_shards(base.mesh)
-    itemsize = DTYPES[c.compute_dtype](0).itemsize
-    stored = c.quantize or config.sampling.weights_dtype
-    weights = weight_bytes(c, c.compute_dtype, stored, base.mesh["expert"]) / tensor
-    if not c.tied:  # the embedding lookup
-      weights += c.vocab_size * c.width * itemsize / tensor
-    rows = -(-min(slots, max(config.sampling_demand.completions, shards)) // shards)
-    kv = self._kv_bytes(tensor)
-    completion = self._completion_bytes(tensor)
-    if self.is_paged:
-      temporaries = rows * kv * WRITTEN_POSITIONS
-      cache = completion + kv * config.data.max_prompt_tokens
-    else:
-      temporaries = 0.5 * rows * completion  # arrays that grow
-      cache = rows * completion
-    logits = 4 * LOGITS_COPIES * rows * c.vocab_size / tensor
-    if c.delta:  # of slots and of cached prompts
-      share = 1 + 1.5 / self.config.policy_completions
-      cache += rows * share * c.delta_layers * c.delta.memory_bytes / tensor
-    return self._state_bytes(base) + weights + cache + temporaries + logits
-
   def micro_batches(self, base: Base) -> list[int]:
     """Returns the numbers of micro-batches into which a minibatch can be split, ascending."""
     return micro_batch_counts(self.config, base.mesh)
-
-  @property
-  def is_paged(self) -> bool:
-    """Whether keys and values are in pages, as the engine decides."""
-    attention = self.config.sampling.attention
-    gpu = self.chip.gpu
-    if attention or not gpu:
-      return attention != "xla"
-    return not triton_refusal(gpu.capability, self.architecture.head_dim)
-
-  def _architecture(self, base: Base) -> ModelConfig:
-    return dataclasses.replace(self.architecture, quantize=base.quantize)
-
-  def _sampling_shards(self, mesh: dict[str, int]) -> tuple[int, int]:
-    """Returns the shards of the batch and of the heads while sampling, as in `sampling_mesh`."""
-    c = self.architecture
-    shards = mesh["data"] * mesh["expert"] * mesh["fsdp"]
-    both = mesh["context"] * mesh["tensor"]
-    if all(size % both == 0 for size in (c.kv_heads, *c.mlps)):
-      return shards, both
-    return shards * mesh["context"], mesh["tensor"]
-
-  def _kv_bytes(self, tensor: int) -> float:
-    """Estimates the bytes of keys and values of one position on one of `tensor` shards."""
-    c = self.architecture
-    dtype = self.config.sampling.kv_dtype or c.compute_dtype
-    itemsize = 1 if dtype == "int8" else DTYPES[dtype](0).itemsize
-    kv = 2 * len(c.attention_kinds) * c.kv_heads * c.head_dim * itemsize
-    return kv / tensor if c.kv_heads % tensor == 0 else kv
-
-  def _completion_bytes(self, tensor: int) -> float:
-    """Estimates those of one completion of the maximum length, with its share of a prompt."""
-    prompt = self.config.data.max_prompt_tokens / self.config.policy_completions
-    return self._kv_bytes(tensor) * (self.config.sampling.max_tokens + prompt)
-
-  def _state_bytes(self, base: Base) -> float:
-    """Estimates the bytes of parameters, moments and frozen policies on one device."""
-    c = self._architecture(base)
-    mesh = base.mesh
-    shards = math.prod(mesh.values()) // mesh["data"]
-    moments = 0 if base.offload or c.lora.rank else 8
-    params = weight_bytes(c, c.param_dtype, c.quantize)
-    settings = self.config.resolved_algorithm.settings
-    frozen = params / shards if settings.kl_weight else 0
-    if settings.guide_completions:
-      frozen += weight_bytes(c, c.compute_dtype, c.quantize, mesh["expert"]) / mesh["tensor"]
-    if self.config.teacher.is_frozen:
-      frozen += weight_bytes(self.teacher, self.teacher.param_dtype, self.teacher.quantize) / shards
-    return (params + moments * matmul_params(c)) / shards + frozen
 
 
 def with_overrides(config: Config, override: dict[str, Any]) -> Config:

@@ -7,8 +7,9 @@ from plan_cases import needs_libtpu, small_config
 
 from gtpo_jax.config.workloads import SAMPLING
 from gtpo_jax.planning.compile import compile_with_peak
+from gtpo_jax.planning.memory_model import Base
 from gtpo_jax.planning.run_programs import RunPrograms, build_model
-from gtpo_jax.planning.search import Base, Search
+from gtpo_jax.planning.search import Search
 from gtpo_jax.planning.topology import topology_devices, without_compile_cache
 from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.paged.memory import temporary_bytes
@@ -69,7 +70,7 @@ def test_temporaries_of_sampling_are_bounded(one_chip):
       peaks[program.kind] = peak + state
   most = max(temporaries.values())
   planned = temporary_bytes(programs.model, programs.slots, programs.pool)
-  estimate = search.sampling_bytes(base, programs.slots * programs.shards)
+  estimate = search.memory.sampling_bytes(base, programs.slots * programs.shards)
   print(f"{temporaries} of {planned}; peaks {peaks}, estimated {estimate:.0f}")
   assert most <= planned <= 4 * most
   assert estimate == pytest.approx(max(peaks.values()), rel=0.3)
@@ -79,7 +80,7 @@ def test_temporaries_of_sampling_are_bounded(one_chip):
 def test_the_update_needs_about_what_the_search_takes_it_to(one_chip):
   run, search, base = one_chip
   micro_batches = search.config.batch.micro_batches
-  estimate = search.update_bytes(base, micro_batches)
+  estimate = search.memory.update_bytes(base, micro_batches)
   program = run.compile_update()
   assert program.executable is not None
   print(f"{program.peak} estimated {estimate:.0f}: {estimate / program.peak:.2f}")

@@ -141,8 +141,8 @@ def test_the_search_agrees_with_brute_force(point):
   fitting = {}
   for base in search.bases():
     for parts, slots in itertools.product(search.micro_batches(base), search.slots(base)):
-      update = search.update_bytes(base, parts)
-      sampling = search.sampling_bytes(base, slots)
+      update = search.memory.update_bytes(base, parts)
+      sampling = search.memory.sampling_bytes(base, slots)
       most_frugal = min(most_frugal, max(update, sampling))
       if update <= memory and sampling <= memory:
         key = (*base.mesh.values(), base.offload, base.quantize)

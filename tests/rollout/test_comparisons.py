@@ -107,7 +107,7 @@ def test_sixty_four_completions_of_a_step_are_graded_sixteen_at_once(tmp_path):
   groups = [[f"{i}-{j}" for j in range(8)] for i in range(8)]
   for served in (64, 0):  # the second time, as in a resumed run, all replies are known
     with serving(answer) as server, managing(server.url, **{"reward.judge.model": "m"}) as manager:
-      manager.use_judge_cache(tmp_path)
+      manager.grader.use_cache(tmp_path)
       found = score(manager, groups)
       assert found.correct.all() and len(server.messages) == served
       assert server.most == min(served, 16)

@@ -124,12 +124,12 @@ def test_a_stop_request_ends_the_wait_and_the_grades_so_far_are_kept(tmp_path):
   cached = lambda: len((tmp_path / "judge.jsonl").read_bytes().splitlines())
   with serving(answer) as server:
     with managing(server.url) as manager:
-      manager.use_judge_cache(tmp_path)
+      manager.grader.use_cache(tmp_path)
       with pytest.raises(Stopped):
         pending_of(manager).result(lambda: cached() == 4)
     assert len(server.messages) == 6
     with managing(server.url) as manager:
-      manager.use_judge_cache(tmp_path)
+      manager.grader.use_cache(tmp_path)
       found = pending_of(manager).result()
     assert len(server.messages) == 8  # the two that were not answered are asked for again
     assert found.scored.all() and found.metrics["judge/cached"] == 4
@@ -139,11 +139,11 @@ def test_a_stop_request_ends_the_wait_and_the_grades_so_far_are_kept(tmp_path):
 def test_the_probe_of_a_run():
   said = []
   with serving(lambda *_: after(0, "ready")) as server, managing(server.url) as manager:
-    manager.probe_judge(said.append)
+    manager.grader.probe(said.append)
     assert said[0].startswith(f"judge: m at {server.url} has replied in 0.")
     server.answer = lambda *_: (401, {}, {})
     with pytest.raises(UserError, match="wants a key"):
-      manager.probe_judge(said.append)
+      manager.grader.probe(said.append)
 
 
 def test_metrics_of_several_batches_are_of_all_completions_and_requests():
@@ -151,7 +151,9 @@ def test_metrics_of_several_batches_are_of_all_completions_and_requests():
   with serving(answer) as server, managing(server.url) as manager:
     parts = []
     for texts in (["a"], ["b", "c", "d"], []):
-      grades = np.asarray([manager.grade(PROBLEMS[:1] * len(texts), texts, [True] * len(texts))])
+      grades = np.asarray(
+        [manager.grader.grade(PROBLEMS[:1] * len(texts), texts, [True] * len(texts))]
+      )
       shape = np.ones(grades.shape, bool)
       values = [{}] if texts else []
       parts.append(manager.combine(grades, values, shape * 1, shape, grades).tallies)

@@ -62,9 +62,9 @@ def test_only_a_base_model_takes_memory():
     worker, _ = random_worker(config)
     assert frozen_bytes(config, worker.model, worker.teacher) == expected
     search = Search(config, 1, CHIPS["v5e"], [0])
-    found = search._state_bytes(next(iter(search.bases())))
+    found = search.memory.state_bytes(next(iter(search.bases())))
     search = Search(config_of("gtpo"), 1, CHIPS["v5e"], [0])
-    assert (found > search._state_bytes(next(iter(search.bases())))) == bool(expected)
+    assert (found > search.memory.state_bytes(next(iter(search.bases())))) == bool(expected)
 
 
 def test_the_context_must_hold_what_the_teacher_reads():

@@ -112,7 +112,9 @@ def test_the_memory_of_a_teacher_is_planned(llama):
   left = [run_demand(config, worker.model, 2**30, teacher=x).memory for x in (None, teacher)]
   assert left[0] - left[1] == size
   searches = [Search(c, 1, CHIPS["v5e"], [0]) for c in (config, config_of("gtpo"))]
-  (with_teacher, without) = (search._state_bytes(next(iter(search.bases()))) for search in searches)
+  (with_teacher, without) = (
+    search.memory.state_bytes(next(iter(search.bases()))) for search in searches
+  )
   assert with_teacher - without == 4 * matmul_params(LLAMA)  # an estimate, without the embedding
 
 

@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 
@@ -19,8 +18,6 @@ from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.metrics import Tallies, episode_tallies
 from gtpo_jax.environments.turns import MAX_NUMBER, Episode
 from gtpo_jax.rewards import PARTS, group_relative, score, soft_overlong
-from gtpo_jax.rewards.judge.judge import Judge
-from gtpo_jax.rewards.judge.pairs import pairs_of, win_rates
 from gtpo_jax.rollout.groups import RewardResult
 from gtpo_jax.rollout.scoring.functions import (
   BUILTIN_PARTS,
@@ -28,8 +25,7 @@ from gtpo_jax.rollout.scoring.functions import (
   RewardFunction,
   import_function,
 )
-from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.rollout.scoring.grader import Grader
 
 CORRECT_ABOVE = 0.5  # a verifier's score above this counts as correct
 MAX_THREADS = 64  # that wait for a judge
@@ -61,6 +57,7 @@ class RewardManager:
   Attributes:
     thread: runs the verifiers and functions. With a judge, there are several: each waits for the
       grades of some completions.
+    grader: grades completions, if there is a judge.
 
   Raises:
     UserError: a part does not exist, a function cannot be imported, or the judge cannot be used.
@@ -78,8 +75,8 @@ class RewardManager:
       if name not in BUILTIN_PARTS
     }
     self._call = FunctionCaller(section.function_timeout_s)
-    self._judge = Judge(section.judge) if section.judge.base_url else None
-    threads = min(section.judge.concurrency, MAX_THREADS) if self._judge else 1
+    self.grader = Grader(section)
+    threads = min(section.judge.concurrency, MAX_THREADS) if self.grader.has_judge else 1
     self.thread = ThreadPoolExecutor(threads, "gtpo-reward")
 
   @property
@@ -89,29 +86,8 @@ class RewardManager:
 
   def close(self) -> None:
     """Ends requests to the judge, shuts the thread down and cancels queued scoring."""
-    if self._judge:
-      self._judge.close()
+    self.grader.close()
     self.thread.shutdown(cancel_futures=True)
-
-  def probe_judge(self, say: Callable[[str], None]) -> None:
-    """Checks that the judge, if there is one, can be asked, and says so.
-
-    Raises:
-      UserError: it cannot.
-    """
-    if self._judge:
-      try:
-        seconds = broadcast_from_first(self._judge.probe)
-      except UserError:
-        self.close()
-        raise
-      section = self._config.reward.judge
-      say(f"judge: {section.model} at {section.base_url} has replied in {seconds:.2f} s")
-
-  def use_judge_cache(self, folder: Path) -> None:
-    """Keeps the judge's grades in a folder, and takes those that it has already."""
-    if self._judge and is_first_process():
-      self._judge.use_cache(folder)
 
   def verify(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float]:
     """Returns the verdict on each completion by the verifier for its problem's kind.
@@ -140,69 +116,6 @@ class RewardManager:
         if result is not None:
           scores[i] = (float(result.correct), result.number)
     return scores
-
-  @property
-  def compares(self) -> bool:
-    """Whether a judge compares the completions of a group with each other."""
-    return bool(self._judge and self._config.reward.judge.opponents)
-
-  def grade(
-    self,
-    problems: Sequence[Problem],
-    texts: Sequence[str],
-    finished: Sequence[bool],
-    evaluates: bool = False,
-  ) -> list[float]:
-    """Returns the judge's reward for each completion; NaN for none, and without a judge.
-
-    A completion that was cut off is wrong, so it is only graded if the reward contains the grade.
-    A judge that compares has rewards here only in an evaluation, whose completions it compares with
-    the answers; a problem without an answer has none.
-    """
-    rewards = [math.nan] * len(texts)
-    if not self._judge or (self.compares and not evaluates):
-      return rewards
-    rows = [i for i, ended in enumerate(finished) if ended or self._config.reward.reads_grades]
-    if self.compares:
-      rows = [i for i in rows if problems[i].answer]
-    prompts = [problems[i].messages[-1]["content"] for i in rows]
-    answers = [problems[i].answer for i in rows]
-    graded = [texts[i] for i in rows]
-    if self.compares:  # in both orders
-      both = self._judge.compare(prompts * 2, graded + answers, answers + graded)
-      pairs = [(i, len(rows) + i) for i in range(len(rows))]
-      pairs += [(second, first) for first, second in pairs]
-      grades = win_rates(2 * len(rows), pairs, both)[: len(rows)]
-    else:
-      grades = self._judge.grade(prompts, graded, answers)
-    for i, grade in zip(rows, grades, strict=True):
-      rewards[i] = math.nan if grade is None else grade
-    return rewards
-
-  def compare(
-    self, problems: Sequence[Problem], groups: Sequence[Sequence[str]]
-  ) -> list[list[float]]:
-    """Returns the win rate of each completion in its group; NaN for none.
-
-    Args:
-      problems: n problems.
-      groups: [n][g], all completions of each.
-    """
-    opponents = self._config.reward.judge.opponents
-    pairs = [pairs_of(len(group), opponents) for group in groups]
-    rows = [(k, *pair) for k, group_pairs in enumerate(pairs) for pair in group_pairs]
-    rewards = iter(
-      self._judge.compare(
-        [problems[k].messages[-1]["content"] for k, _, _ in rows],
-        [groups[k][first] for k, first, _ in rows],
-        [groups[k][second] for k, _, second in rows],
-      )
-    )
-    rates = []
-    for group, group_pairs in zip(groups, pairs, strict=True):
-      found = win_rates(len(group), group_pairs, [next(rewards) for _ in group_pairs])
-      rates.append([math.nan if rate is None else rate for rate in found])
-    return rates
 
   def call_functions(
     self, problem: Problem, texts: Sequence[str], episodes: Sequence[Episode] | None = None
@@ -238,7 +151,7 @@ class RewardManager:
       function_values: n results of `call_functions`.
       lengths: i32[n, g], tokens of each completion that the policy drew.
       finished: bool[n, g]; False if the completion was cut off, which counts as incorrect.
-      grades: f64[n, g] from `grade`, if there is a judge.
+      grades: f64[n, g] from `Grader.grade`, if there is a judge.
       numbers: f64[n, g] from `score`; None for the verdicts as numbers.
       episodes: [n][g]; None if completions are none.
     """
@@ -270,8 +183,8 @@ class RewardManager:
     tallies = []
     if episodes:
       tallies.append(episode_tallies([episode for row in episodes for episode in row]))
-    if self._judge:
-      tallies += [Tallies.mean("judge/grade", grades), Tallies(*self._judge.take_metrics())]
+    if self.grader.has_judge:
+      tallies += [Tallies.mean("judge/grade", grades), Tallies(*self.grader.take_metrics())]
     for name, weight in section.weighted:
       if name == "correct":
         part = np.where(correct, right, wrong)

@@ -157,7 +157,7 @@ class PendingRewards:
       problems = [self._problems[completion.problem] for completion in completions]
       scores = self._scores(completions, problems, answers)
     may_be_correct = [_may_be_correct(ended) for ended in completions]
-    grades = manager.grade(problems, answers, may_be_correct, self._evaluates)
+    grades = manager.grader.grade(problems, answers, may_be_correct, self._evaluates)
     complete = []
     with self._lock:
       for ended, text, answer, score, grade in zip(
@@ -167,9 +167,9 @@ class PendingRewards:
         self._answers[ended.problem][ended.index] = answer
         if self._keep(ended, *score, grade):
           complete.append(ended.problem)
-    if complete and manager.compares and not self._evaluates:
+    if complete and manager.grader.compares and not self._evaluates:
       groups = [self._answers[i] for i in complete]
-      rates = manager.compare([self._problems[i] for i in complete], groups)
+      rates = manager.grader.compare([self._problems[i] for i in complete], groups)
       self._grades[complete] = rates
 
   def _scores(
