@@ -30,7 +30,7 @@ from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import named_sharding
-from gtpo_jax.sampling.batches import pad_prompts
+from gtpo_jax.sampling.prefill.batches import pad_prompts
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
 from gtpo_jax.training.state import init_state, make_optimizer
 

@@ -230,7 +230,7 @@ def measure(
     send_s = send_seconds(sent or [], chip, nodes)
     seconds["update.seconds"] = update_seconds(config, model.config, chip, devices, send_s)
     seconds["sample.seconds"] = sample_seconds(
-      config, model.config, chip, engine.model.mesh.shape, engine.programs.longest_at_once
+      config, model.config, chip, engine.model.mesh.shape, engine.programs.sizes.longest_at_once
     )
   peak = max(program.peak for program in programs)
   usable = chip.usable_memory

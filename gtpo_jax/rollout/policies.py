@@ -229,7 +229,7 @@ def find_served(workdir: Path, step: int | None, limits: ServingLimits) -> Polic
     served = _serving_config(config, limits, context)
     source = find_policy(folder, step, served, tokens, stop=(), serves=True)
     lengths = (served.data.max_prompt_tokens, tokens)
-    if source.worker.engine.programs.hold([lengths]):
+    if source.worker.engine.programs.sizes.hold([lengths]):
       return source
     context //= 2
     if context < SHORTEST_CONTEXT or (limits.max_prompt_tokens and limits.max_tokens):

@@ -10,7 +10,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.models.experts.routing import RouteShape, no_route
-from gtpo_jax.sampling.batches import pad_prompts
+from gtpo_jax.sampling.prefill.batches import pad_prompts
 from gtpo_jax.sampling.session import Progress, Request
 from gtpo_jax.sampling.stop_strings import StopStrings
 

@@ -20,10 +20,10 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.chips import compute_capability
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
-from gtpo_jax.sampling.batches import pad_prompts
 from gtpo_jax.sampling.buffer import CompletionBuffer, Pair
 from gtpo_jax.sampling.dense.programs import DensePrograms
 from gtpo_jax.sampling.paged.programs import PagedPrograms
+from gtpo_jax.sampling.prefill.batches import pad_prompts
 from gtpo_jax.sampling.programs import KEYS_AT_ONCE, Programs, ProgramSettings
 from gtpo_jax.sampling.session import Pace, Request, Session
 from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
@@ -107,7 +107,7 @@ class Engine:
     platform = self.model.mesh.devices.flat[0].platform
     return (
       f"in chunks of {self.programs.chunk} tokens, attention by {config.attention} on {platform}, "
-      f"keys and values as {self.programs.kv_dtype} in {self.programs.describe_space()}"
+      f"keys and values as {self.programs.kv_dtype} in {self.programs.sizes.describe()}"
     )
 
   def layout(self, params: Params) -> DecodeParams:
@@ -237,7 +237,7 @@ class Engine:
     session = Session(
       self.programs,
       params,
-      self.programs.scheduler(prompts_at_once or n, group),
+      self.programs.sizes.scheduler(prompts_at_once or n, group),
       Pace(most, fixed=fixed),
       sampling_params,
       longest_prompt or max(map(len, buffer.prompts), default=1),

@@ -10,26 +10,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.decode import DecodeParams, make_decode_params
 from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.models.params import Params, quantize_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.mesh import batch_shards, bytes_per_device, named_sharding
-from gtpo_jax.sampling.batches import (
-  Assigned,
-  Copies,
-  PrefillBatch,
-  RoutesRead,
-  TokenIds,
-  nothing,
-  prefill_batches,
-)
-from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Cache, Part, States, gather_rows, head_axis
+from gtpo_jax.sampling.cache import Cache, Part, States, gather_rows
 from gtpo_jax.sampling.chunk import Chunk, ChunkLimits, Decoder, decode_chunk
 from gtpo_jax.sampling.filters import RowSampling
 from gtpo_jax.sampling.inventory import Program, Workload
+from gtpo_jax.sampling.prefill.batches import PrefillBatch
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import DecodeInputs
 from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
@@ -72,21 +63,73 @@ class ProgramSettings(NamedTuple):
   demand: Demand
 
 
+class CacheSizes(abc.ABC):
+  """How much a cache holds, and in which shapes.
+
+  Attributes:
+    model: the architecture on the sampling mesh, without adapters.
+    config: the engine's settings for this platform, with the number of slots.
+    shards: devices along the batch axes.
+    chunk: tokens decoded between two visits to the host.
+    most_slots: over all shards, if the memory of a device holds them.
+    longest_at_once: how many completions of the maximum length run at once, over all shards.
+    widths: lengths to which prompts ("prompts"), and prompts with completions that are resumed
+      ("slots"), are padded while they are read, ascending.
+  """
+
+  longest_at_once: int
+  widths: dict[Part, list[int]]
+
+  def __init__(self, settings: ProgramSettings):
+    """Args:
+    settings: what the programs are made for.
+    """
+    self.model = settings.model
+    self.config = settings.config
+    self.shards = batch_shards(self.model.mesh)
+    self.chunk = min(self.config.chunk, settings.max_tokens)
+    platform = self.model.mesh.devices.flat[0].platform
+    self.most_slots = self.config.most_slots(platform, self.shards)
+
+  @abc.abstractmethod
+  def describe(self) -> str:
+    """Returns how much the cache of a device holds."""
+
+  @abc.abstractmethod
+  def scheduler(self, prompts: int, group: int) -> Scheduler:
+    """Returns an empty schedule for about `prompts` x `group` completions.
+
+    These give the number of slots and cache entries. Other prompts may be added, and any number.
+    """
+
+  def serving_scheduler(self) -> Scheduler:
+    """Returns an empty schedule for completions that come at any time; see `Programs.fit`."""
+    return self.scheduler(self.config.slots, 1)
+
+  def hold(self, lengths: Sequence[tuple[int, int]]) -> bool:
+    """Whether completions may run at once. By default any may: in a pool, they wait for pages.
+
+    Args:
+      lengths: for each, the tokens of its prompt, and the most tokens after that.
+    """
+    return True
+
+  @abc.abstractmethod
+  def row_counts(self, scheduler: Scheduler, part: Part, width: int) -> list[int]:
+    """Returns the numbers of rows per shard, descending, that a batch of a width may have."""
+
+
 class Programs(abc.ABC):
   """The jitted functions of sampling for one model on one mesh. They compile on their first use.
 
   Attributes:
     model: the architecture on the sampling mesh, without adapters.
     cache: the device functions of its cache.
-    config: the engine's settings for this platform, with the number of slots.
-    shards: devices along the batch axes.
-    most_slots: over all shards, if the memory of a device holds them.
-    max_tokens: the most tokens of a completion.
-    chunk: tokens decoded between two visits to the host.
+    sizes: how much the cache holds.
+    config, shards, chunk: as in `CacheSizes`.
     kv_dtype: format of cached keys and values.
-    widths: lengths to which prompts ("prompts"), and prompts with completions that are resumed
-      ("slots"), are padded while they are read, ascending.
     static_temperature: whether each temperature has decode programs of its own.
+    copies_prompts: whether entries with equal prompts get these from one row of a batch.
     stop: i32[number of stop tokens], token ids that end a completion.
     pad: the padding id.
     layout: params -> DecodeParams, with adapters merged unless the base is quantised.
@@ -97,27 +140,26 @@ class Programs(abc.ABC):
     init_states, keep_rows: make the states of rows, and select some of each shard.
   """
 
-  widths: dict[Part, list[int]]
   read: dict[Part, Callable[..., tuple[Any, States, jax.Array | None]]]
   static_temperature = False
+  copies_prompts = False
 
-  def __init__(self, settings: ProgramSettings, cache: Cache):
+  def __init__(self, settings: ProgramSettings, cache: Cache, sizes: CacheSizes):
     """Prepares the programs.
 
     Args:
       settings: what they are made for.
       cache: the device functions of the cache.
+      sizes: how much the cache holds.
     """
     model = settings.model
-    config = settings.config
     self.model = model
     self.cache = cache
-    self.config = config
-    self.shards = batch_shards(model.mesh)
-    self.most_slots = config.most_slots(model.mesh.devices.flat[0].platform, self.shards)
-    self.max_tokens = settings.max_tokens
-    self.chunk = min(config.chunk, settings.max_tokens)
-    self.kv_dtype = config.kv_dtype
+    self.sizes = sizes
+    self.config = sizes.config
+    self.shards = sizes.shards
+    self.chunk = sizes.chunk
+    self.kv_dtype = settings.config.kv_dtype
     self.stop = np.asarray(sorted(settings.stop), np.int32)
     self.pad = settings.pad
 
@@ -132,22 +174,6 @@ class Programs(abc.ABC):
         lambda x: gather_rows(model, x, order.reshape(-1)), states
       ).constrained(model)
     )
-
-  @abc.abstractmethod
-  def describe_space(self) -> str:
-    """Returns how much the cache of a device holds."""
-
-  @property
-  @abc.abstractmethod
-  def longest_at_once(self) -> int:
-    """How many completions of the maximum length run at once, over all shards."""
-
-  @abc.abstractmethod
-  def scheduler(self, prompts: int, group: int) -> Scheduler:
-    """Returns an empty schedule for about `prompts` x `group` completions.
-
-    These give the number of slots and cache entries. Other prompts may be added, and any number.
-    """
 
   @abc.abstractmethod
   def new_state(
@@ -167,18 +193,6 @@ class Programs(abc.ABC):
       keep_slots: drop no slots, for example because completions with tokens may be added.
     """
 
-  def serving_scheduler(self) -> Scheduler:
-    """Returns an empty schedule for completions that come at any time; see `fit`."""
-    return self.scheduler(self.config.slots, 1)
-
-  def hold(self, lengths: Sequence[tuple[int, int]]) -> bool:
-    """Whether completions may run at once. By default any may: in a pool, they wait for pages.
-
-    Args:
-      lengths: for each, the tokens of its prompt, and the most tokens after that.
-    """
-    return True
-
   def fit(
     self, state: SamplerState, scheduler: Scheduler, completions: Sequence[int], longest_prompt: int
   ) -> SamplerState:
@@ -192,6 +206,15 @@ class Programs(abc.ABC):
     """
     return state
 
+  def with_more_entries(self, state: SamplerState, scheduler: Scheduler) -> SamplerState:
+    """Returns a larger state if slots are idle for lack of entries, and else, by default, `state`.
+
+    Args:
+      state: the state.
+      scheduler: its schedule, which has assigned what it can.
+    """
+    return state
+
   @abc.abstractmethod
   def inventory(self, workload: Workload) -> Iterator[Program]:
     """Returns every program that a workload can reach, the largest of each kind first."""
@@ -199,10 +222,6 @@ class Programs(abc.ABC):
   @abc.abstractmethod
   def abstract_state(self, workload: Workload) -> SamplerState:
     """Returns the shapes and shardings of the largest state of a workload."""
-
-  @abc.abstractmethod
-  def row_counts(self, scheduler: Scheduler, part: Part, width: int) -> list[int]:
-    """Returns the numbers of rows per shard, descending, that a batch of a width may have."""
 
   @abc.abstractmethod
   def places_in_cache(
@@ -216,128 +235,6 @@ class Programs(abc.ABC):
       batch: the sequences.
       source: i32[shards, rows of a shard], for each entry or slot a row of the batch, or -1.
     """
-
-  def places(
-    self,
-    scheduler: Scheduler,
-    part: Part,
-    batch: PrefillBatch,
-    rows: int,
-    copies: Copies | None = None,
-  ) -> tuple[np.ndarray, Any]:
-    """Returns `source` and `places` of `insert_rows` for a batch.
-
-    Args:
-      scheduler: the schedule.
-      part: what is written.
-      batch: the sequences; with none, nothing is written.
-      rows: entries or slots per shard.
-      copies: see `without_copies`; None for none.
-    """
-    source = np.full((self.shards, rows), -1, np.int32)
-    first = np.full((self.shards, batch.rows), batch.width, np.int32)
-    for shard, of_shard in enumerate(batch.written(copies or {})):
-      for row, pairs in enumerate(of_shard):
-        for into, _ in pairs:
-          source[shard, into] = row
-          if part == SLOTS:
-            first[shard, row] -= scheduler.slots.generated[shard * rows + into]
-    where = self.places_in_cache(scheduler, part, batch, source)
-    return source, (where if part == PROMPTS else (where, first))
-
-  def without_copies(self, assigned: Assigned, prompts: TokenIds) -> tuple[Assigned, Copies]:
-    """Returns the prompts to compute, and what else gets the same; by default all are computed."""
-    return assigned, {}
-
-  def prefill_assigned(
-    self, params: DecodeParams, state: SamplerState, scheduler: Scheduler, prompts: TokenIds
-  ) -> tuple[SamplerState, list[RoutesRead]]:
-    """Lets the scheduler fill free slots, and prefills the prompts that it assigns to entries.
-
-    Returns:
-      The state, and the experts that computed the prompts, by their numbers; none without experts.
-    """
-    read: list[RoutesRead] = []
-    while any(assigned := scheduler.assign(scheduler.capacity.entries)):
-      state = self._read(params, state, scheduler, PROMPTS, assigned, prompts, read)
-    return state, read
-
-  def resume_assigned(
-    self,
-    params: DecodeParams,
-    state: SamplerState,
-    scheduler: Scheduler,
-    sequence_of: Callable[[int, int], list[int]],
-  ) -> tuple[SamplerState, list[RoutesRead]]:
-    """Reads completions that have tokens already into the slots that they were assigned to.
-
-    Args:
-      params: the policy, in its layout.
-      state: the state.
-      scheduler: its schedule.
-      sequence_of: returns the tokens of a (prompt, index), those of its prompt included.
-
-    Returns:
-      The state, and the experts that computed the sequences, which are named by (prompt, index).
-    """
-    read: list[RoutesRead] = []
-    resumed = scheduler.take_resumed()
-    if not resumed:
-      return state, read
-    state = self.resize(state, scheduler, keep_slots=True)
-    sequences = {}
-    assigned = nothing(self.shards)
-    for slot in resumed:
-      shard, local = divmod(slot, scheduler.capacity.slots)
-      name = tuple(scheduler.slots.completions[slot].tolist())
-      assigned[shard].append((local, name))
-      sequences[name] = sequence_of(*name)
-    return self._read(params, state, scheduler, SLOTS, assigned, sequences, read), read
-
-  def _read(
-    self,
-    params: DecodeParams,
-    state: SamplerState,
-    scheduler: Scheduler,
-    part: Part,
-    assigned: Assigned,
-    sequences: TokenIds,
-    read: list[RoutesRead],
-  ) -> SamplerState:
-    """Reads sequences into the cache, equal prompts once, and adds their routes to `read`."""
-    counts = {width: self.row_counts(scheduler, part, width) for width in self.widths[part]}
-    copies: Copies = {}
-    if part == PROMPTS:
-      assigned, copies = self.without_copies(assigned, sequences)
-    for batch in prefill_batches(assigned, sequences, counts, self.config.batch_invariant):
-      states = getattr(state, part)
-      places = self.places(scheduler, part, batch, len(states.hidden) // self.shards, copies)
-      kv = self.cache.part(state.kv, part)
-      tokens = batch.tokens(sequences, self.pad)
-      kv, states, routes = self.read[part](params, kv, states, tokens, *places)
-      state = state._replace(kv=self.cache.with_part(state.kv, part, kv), **{part: states})
-      if routes is not None:
-        read.append(RoutesRead(routes, batch.names(copies)))
-    return state
-
-  def empty_batch(
-    self, scheduler: Scheduler, part: Part, width: int, rows: int, into: int
-  ) -> tuple[Prompts, np.ndarray, Any]:
-    """Returns what `read` takes last, for a batch without sequences.
-
-    Args:
-      scheduler: without prompts.
-      part: what is written.
-      width: positions of a row.
-      rows: of the batch, per shard.
-      into: entries or slots per shard.
-    """
-    batch = PrefillBatch(width, rows, nothing(self.shards))
-    return batch.tokens({}, self.pad), *self.places(scheduler, part, batch, into)
-
-  def abstract_kv(self, zeros: Callable[[], Any]) -> Any:
-    """Returns the shapes of keys and values [rows, 1, k, ...], with their shardings."""
-    return abstract(self.model, zeros, "batch", None, head_axis(self.model))
 
   def decode(
     self,

@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from gtpo_jax.models.decode import DecodeParams
-from gtpo_jax.sampling.batches import RoutesRead
 from gtpo_jax.sampling.chunk import Chunk
 from gtpo_jax.sampling.filters import RowSampling
+from gtpo_jax.sampling.prefill.batches import RoutesRead
+from gtpo_jax.sampling.prefill.reader import Reader
 from gtpo_jax.sampling.programs import Programs, SamplerState
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import DecodeInputs
@@ -156,6 +157,7 @@ class Session:
     self._programs = programs
     self._params = params
     self._scheduler = scheduler
+    self._reader = Reader(programs, params, scheduler)
     self._pace = pace
     self._sampling_params = sampling_params
     self._longest_prompt = longest_prompt
@@ -238,7 +240,7 @@ class Session:
       spans.append(Span("prefill", began, time.perf_counter(), 0.0))
     prompt_routes, read_routes = self._routes(*read)
     began = time.perf_counter()
-    of_slot = self._of_slots()
+    of_slot = [self._requests.get((i, j)) for i, j in scheduler.slots.completions.tolist()]
     refills = some_wait or scheduler.has_waiting or self._have_joined
     limits = self._pace.limits(inputs, refills)
     sampling = self._sampling_params or _row_sampling(of_slot)
@@ -281,8 +283,8 @@ class Session:
     if self._longest_prompt is None:
       self._needed.append(len(self._requests))
       before = programs.fit(before, scheduler, self._needed, longest)
-    state, prompts = programs.prefill_assigned(self._params, before, scheduler, self._prompts)
-    state, resumed = programs.resume_assigned(self._params, state, scheduler, self._sequence)
+    state, prompts = self._reader.read_prompts(before, self._prompts)
+    state, resumed = self._reader.read_resumed(state, self._sequence)
     state_changed = state is not before
     return programs.resize(state, scheduler, keep_slots), state_changed, (prompts, resumed)
 
@@ -305,10 +307,6 @@ class Session:
   def _sequence(self, prompt: int, index: int) -> list[int]:
     """Returns the tokens of a request with its prompt."""
     return [*self._prompts[prompt], *map(int, self._requests[prompt, index].tokens)]
-
-  def _of_slots(self) -> list[Request | None]:
-    """Returns the request in each slot."""
-    return [self._requests.get((i, j)) for i, j in self._scheduler.slots.completions.tolist()]
 
 
 def up_to_stop_strings(

@@ -196,7 +196,7 @@ class Generator:
       new: list[Completion] = []
       while self._waiting and len(lengths) < self.slots:
         lengths.append((len(self._waiting[0].prompt), self._waiting[0].limit))
-        if len(lengths) > 1 and not self._programs.hold(lengths):
+        if len(lengths) > 1 and not self._programs.sizes.hold(lengths):
           break
         new.append(self._waiting.popleft())
       self._running |= dict.fromkeys(new, -1)  # if the next lines fail, they get an error
@@ -204,7 +204,7 @@ class Generator:
       policy = self._policy(completion)
       if policy not in self._sessions:
         params = self._params if completion.params is None else completion.params
-        scheduler = self._programs.serving_scheduler()
+        scheduler = self._programs.sizes.serving_scheduler()
         self._sessions[policy] = Session(self._programs, params, scheduler, self._pace)
       session = self._sessions[policy]
       self._running[completion] = session.submit(completion.prompt, [completion])

@@ -12,9 +12,9 @@ from gtpo_jax.arrays import Prompts, array_lengths
 from gtpo_jax.models.decode import DecodeParams, next_logits, sequence_states
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import batch_shards
-from gtpo_jax.sampling.batches import pad_prompts
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Alternatives, alternatives
+from gtpo_jax.sampling.prefill.batches import pad_prompts
 from gtpo_jax.serving.jobs import ScoreJob
 from gtpo_jax.serving.outputs import Part
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.sampling.batches import pad_prompts
+from gtpo_jax.sampling.prefill.batches import pad_prompts
 from gtpo_jax.tinker.losses import RATIO_MASK, Loss, LossInputs
 from gtpo_jax.tinker.wire import Datum
 

@@ -118,7 +118,7 @@ def test_nothing_holds_all_logits_or_all_scores(name):
 def test_no_loop_has_an_iteration_for_every_slot(name):
   config, model, programs = compiled(name)
   engine = build_engine(config, model)
-  slots = engine.programs.slots
+  slots = engine.programs.sizes.slots
   for program in programs.values():
     trips = map(int, re.findall(r'known_trip_count":\{"n":"(\d+)"', program.as_text()))
     assert slots not in trips
@@ -129,7 +129,7 @@ def test_decoding_sends_only_what_tensor_parallelism_needs(name):
   config, model, programs = compiled(name)
   sent = collective_bytes(programs["sampling: decode"].as_text())
   sampler = build_engine(config, model).programs
-  rows = sampler.slots
+  rows = sampler.sizes.slots
   if model.mesh.shape["tensor"] == 1:
     # A chunk's results are gathered for the host: a token, its mask and four numbers for each
     # position, and a verdict for each slot. No step sends anything.

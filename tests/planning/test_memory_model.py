@@ -69,8 +69,8 @@ def test_temporaries_of_sampling_are_bounded(one_chip):
       temporaries[program.kind] = peak - bytes_per_device(arguments)
       peaks[program.kind] = peak + state
   most = max(temporaries.values())
-  planned = temporary_bytes(programs.model, programs.slots, programs.pool)
-  estimate = search.memory.sampling_bytes(base, programs.slots * programs.shards)
+  planned = temporary_bytes(programs.model, programs.sizes.slots, programs.sizes.pool)
+  estimate = search.memory.sampling_bytes(base, programs.sizes.slots * programs.shards)
   print(f"{temporaries} of {planned}; peaks {peaks}, estimated {estimate:.0f}")
   assert most <= planned <= 4 * most
   assert estimate == pytest.approx(max(peaks.values()), rel=0.3)

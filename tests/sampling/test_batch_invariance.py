@@ -31,7 +31,7 @@ def serve(served, indices, at_once):
   _, engine, params = served
   programs = engine.programs
   fixed = programs.config.batch_invariant
-  session = Session(programs, params, programs.serving_scheduler(), Pace(4, None, fixed))
+  session = Session(programs, params, programs.sizes.serving_scheduler(), Pace(4, None, fixed))
   waiting = list(indices)
   got = {i: [] for i in waiting}
   while waiting or session.busy:

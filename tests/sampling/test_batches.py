@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.batches import PrefillBatch, pad_prompts, without_copies
+from gtpo_jax.sampling.prefill.batches import PrefillBatch, pad_prompts, without_copies
 
 PAD = 3
 

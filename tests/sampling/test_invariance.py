@@ -100,12 +100,12 @@ def test_completions_that_wait_for_pages_are_the_same(fraction):
   demand = DEFAULT_DEMAND
   if fraction == AUTO:
     programs = build(**arguments, engine_config=config)[1].programs
-    beside = decode_bytes(programs.model) + temporary_bytes(programs.model, 10, programs.pool)
+    beside = decode_bytes(programs.model) + temporary_bytes(programs.model, 10, programs.sizes.pool)
     demand = Demand(memory=beside + 7 * page_bytes(programs.cache))
   built = build(**arguments, engine_config=config, demand=demand)
   rollouts = sample(built, PROMPTS, group=3)
   _, engine, _ = built
-  assert engine.programs.pool.pages == {0.05: 5, 0.1: 5, AUTO: 7}[fraction]
+  assert engine.programs.sizes.pool.pages == {0.05: 5, 0.1: 5, AUTO: 7}[fraction]
   assert engine.statistics["sampling/waiting"] > 0.1
   assert rollouts.mask.sum(-1).max() > 48
   assert_same(rollouts, sample(build(**arguments), PROMPTS, group=3))

@@ -10,6 +10,7 @@ from test_layer_kinds import DELTA_NETS
 from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.runtime.mesh import bytes_per_device
+from gtpo_jax.sampling.dense.state_shapes import StateShapes
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
 from gtpo_jax.sampling.programs import state_bytes
 from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
@@ -35,22 +36,22 @@ def test_a_page_and_the_parameters_have_the_bytes_of_their_arrays():
 def test_the_pool_takes_what_is_left():
   """Ten slots of four pages, and ten prompts of one, at most; one of each, at least."""
   everything = paged(None)
-  assert everything.pool.pages == 50 and everything.longest_at_once == 10
+  assert everything.sizes.pool.pages == 50 and everything.sizes.longest_at_once == 10
   beside = decode_bytes(everything.model)
-  beside += temporary_bytes(everything.model, 10, everything.pool)
+  beside += temporary_bytes(everything.model, 10, everything.sizes.pool)
   page = page_bytes(everything.cache)
-  pages = lambda memory: paged(memory).pool.pages
+  pages = lambda memory: paged(memory).sizes.pool.pages
   assert pages(beside + 50 * page) == 50
   assert pages(beside + 23 * page) == pages(beside + 24 * page - 1) == 23
   assert pages(beside + 1000 * page) == 50
   assert pages(0) == 5
   few = paged(beside + 23 * page)
-  assert few.longest_at_once == 5
-  assert few.describe_space() == (
+  assert few.sizes.longest_at_once == 5
+  assert few.sizes.describe() == (
     "10 slots and 23 pages of 16 tokens per device (0.00 GiB), which hold 5 completions of 60 "
     "tokens, or 10 of 10"
   )
-  assert paged(0, fraction=0.5).pool.pages == 25  # a fraction is taken as it is
+  assert paged(0, fraction=0.5).sizes.pool.pages == 25  # a fraction is taken as it is
 
 
 def test_states_take_memory_beside_pages():
@@ -64,36 +65,37 @@ def test_states_take_memory_beside_pages():
   everything = programs(None)
   state = state_bytes(everything.model)
   assert state == 4 * 4 * (3 * 2 * 28 + 4 * 8 * 6)
-  assert everything.slots == 10 and everything.entries == 3  # two groups, and half as many again
-  assert everything.new_state(everything.scheduler(4, 5), 16, SamplingParams()).prompts.delta[
+  sizes = everything.sizes
+  assert (sizes.slots, sizes.entries) == (10, 3)  # two groups, and half as many again
+  assert everything.new_state(sizes.scheduler(4, 5), 16, SamplingParams()).prompts.delta[
     0
   ].memory.shape == (3, 1, 4, 8, 6)
   beside = decode_bytes(everything.model) + 13 * state
-  beside += temporary_bytes(everything.model, 10, everything.pool)
-  assert programs(beside + 23 * page_bytes(everything.cache)).pool.pages == 23
+  beside += temporary_bytes(everything.model, 10, everything.sizes.pool)
+  assert programs(beside + 23 * page_bytes(everything.cache)).sizes.pool.pages == 23
 
 
 @pytest.mark.slow
 def test_arrays_that_do_not_fit_run_fewer_completions_with_the_same_tokens():
   expected = sample(build(), RAGGED_PROMPTS, group=6)
   whole = build()[1].programs
-  assert whole.slots == whole.config.slots == 64
-  longest = whole.cache_lengths[-1]
-  position = bytes_per_device(whole.abstract_kv(lambda: whole.cache.zeros(1, 1)))
+  assert whole.sizes.slots == whole.config.slots == 64
+  longest = whole.sizes.cache_lengths[-1]
+  position = bytes_per_device(StateShapes(whole.cache, False).kv(1, 1))
   memory = decode_bytes(whole.model) + 24 * position * (1.5 * longest + 6)
   built = build(demand=Demand(memory=int(memory)))
-  programs = built[1].programs
-  assert programs.slots == programs.longest_at_once == 16
-  assert programs.describe_space() == (
+  sizes = built[1].programs.sizes
+  assert sizes.slots == sizes.longest_at_once == 16
+  assert sizes.describe() == (
     "arrays for up to 16 completions per device (there is no memory for 64)"
   )
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
-  assert build(demand=Demand(memory=0))[1].programs.slots == 1
+  assert build(demand=Demand(memory=0))[1].programs.sizes.slots == 1
 
 
 def test_a_demand_of_few_completions_needs_few_pages():
   programs = build(
     config=WIDE, max_tokens=60, engine_config=PAGED, demand=Demand(6, 3, memory=1 << 40)
   )[1].programs
-  assert (programs.slots, programs.pool.pages) == (6, 6 * 4 + 6)
+  assert (programs.sizes.slots, programs.sizes.pool.pages) == (6, 6 * 4 + 6)
   assert len(jax.tree.leaves(programs.init_kv())) == 2

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled import play
 
-from gtpo_jax.sampling.batches import PrefillBatch
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, places
+from gtpo_jax.sampling.prefill.batches import PrefillBatch
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import capacity_for
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import CONFIG, assert_same, build, sample
 
-from gtpo_jax.sampling.batches import prefill_batches, row_counts, sequence_lengths
+from gtpo_jax.sampling.prefill.batches import prefill_batches, row_counts, sequence_lengths
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 WIDTHS = (75, 150, 300)
@@ -84,8 +84,8 @@ def mixed(mesh=None, slots=64):
 @pytest.fixture
 def more_programs(monkeypatch):
   """Small batches and caches are treated as large ones are."""
-  monkeypatch.setattr("gtpo_jax.sampling.batches.LEAST_TOKENS", 1)
-  monkeypatch.setattr("gtpo_jax.sampling.dense.programs.LONG_PROMPTS", 1)
+  monkeypatch.setattr("gtpo_jax.sampling.prefill.batches.LEAST_TOKENS", 1)
+  monkeypatch.setattr("gtpo_jax.sampling.dense.dense_sizes.LONG_PROMPTS", 1)
 
 
 def test_tokens_do_not_depend_on_the_prompts_beside_them(more_programs):
@@ -112,8 +112,9 @@ def test_entries_are_added_for_slots_that_idle(more_programs):
   """Six entries are enough for four full groups, unless slow completions keep too many."""
   built = mixed(slots=12)
   programs = built[1].programs
-  assert programs.entry_counts(programs.scheduler(12, 3).space.capacity) == [6, 12]
-  assert programs.scheduler(12, 3).capacity.entries == 6
+  sizes = programs.sizes
+  assert sizes.entry_counts(sizes.scheduler(12, 3).space.capacity) == [6, 12]
+  assert sizes.scheduler(12, 3).capacity.entries == 6
   added = []
   add_entries = programs.add_entries
   programs.add_entries = lambda *arguments: added.append(arguments[2]) or add_entries(*arguments)
@@ -127,8 +128,8 @@ def test_entries_are_added_for_slots_that_idle(more_programs):
 
 
 def test_short_prompts_need_no_more_programs():
-  programs = build(engine_config=EngineConfig(slots=12, chunk=4))[1].programs
-  scheduler = programs.scheduler(12, 3)
-  assert programs.entry_counts(scheduler.space.capacity) == [12]
-  widths = programs.widths["prompts"]
-  assert [programs.row_counts(scheduler, "prompts", width) for width in widths] == [[12]]
+  sizes = build(engine_config=EngineConfig(slots=12, chunk=4))[1].programs.sizes
+  scheduler = sizes.scheduler(12, 3)
+  assert sizes.entry_counts(scheduler.space.capacity) == [12]
+  widths = sizes.widths["prompts"]
+  assert [sizes.row_counts(scheduler, "prompts", width) for width in widths] == [[12]]

@@ -158,7 +158,7 @@ def test_requests_that_are_cancelled_leave_and_others_stay(attention):
   _, engine, layout = build(max_tokens=TOKENS, engine_config=config)
   buffer = new_buffer(engine)
   programs = engine.programs
-  scheduler = programs.scheduler(*buffer.finished.shape)
+  scheduler = programs.sizes.scheduler(*buffer.finished.shape)
   session = Session(programs, layout, scheduler, Pace(4), PARAMS, max(map(len, RAGGED_PROMPTS)))
   rows = [[buffer.request(i, j) for j in range(GROUP)] for i in range(len(RAGGED_PROMPTS))]
   numbers = list(map(session.submit, buffer.prompts, rows))

@@ -14,6 +14,7 @@ from gtpo_jax.rollout import worker
 from gtpo_jax.rollout.policies import ServingLimits, find_served
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import bytes_per_device
+from gtpo_jax.sampling.dense.state_shapes import StateShapes
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.settings import Demand, EngineConfig
 from gtpo_jax.serving.generator import Full, Generator
@@ -131,11 +132,11 @@ def test_cancelled_completions_leave_and_others_stay(alone):
 def test_completions_wait_for_memory(alone):
   """There is memory for the arrays of 8 completions, not for those of all 16 slots."""
   programs = make_engine()[0].programs
-  position = bytes_per_device(programs.abstract_kv(lambda: programs.cache.zeros(1, 1)))
-  assert (programs.prompt_widths, programs.cache_lengths) == ([24], [44])
+  position = bytes_per_device(StateShapes(programs.cache, False).kv(1, 1))
+  assert (programs.sizes.prompt_widths, programs.sizes.cache_lengths) == ([24], [44])
   memory = decode_bytes(programs.model) + int(1.5 * position * 8 * (24 + 44))
   engine, params = make_engine(memory=memory)
-  assert [engine.programs.hold([(24, 40)] * count) for count in (8, 9)] == [True, False]
+  assert [engine.programs.sizes.hold([(24, 40)] * count) for count in (8, 9)] == [True, False]
   asks = generate(engine, params, together=True)
   assert_same(asks, alone)
 

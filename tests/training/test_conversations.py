@@ -15,7 +15,7 @@ from gtpo_jax.models.attention.flash import attend_in_blocks
 from gtpo_jax.models.attention.sources import KV, AttentionContext
 from gtpo_jax.models.transformer import _ranges
 from gtpo_jax.runtime.mesh import single_device_mesh
-from gtpo_jax.sampling.batches import pad_prompts
+from gtpo_jax.sampling.prefill.batches import pad_prompts
 from gtpo_jax.training.packing import abstract_packing, plan_rows, row_shapes
 
 LENGTHS = np.asarray([[12, 7, 3, 0], [12, 12, 1, 5]])  # of completions of at most 12 tokens

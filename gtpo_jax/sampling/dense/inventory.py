@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.decode import Prefilled
-from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, States, computed_zeros
-from gtpo_jax.sampling.dense.cache import DenseKV
+from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, computed_zeros
+from gtpo_jax.sampling.dense.state_shapes import StateShapes, abstract_kv
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.inventory import Program, Workload
-from gtpo_jax.sampling.programs import (
-  SamplerState,
-  abstract_states,
-  chunk_limits,
-  compiled_for,
-  keys_program,
-)
+from gtpo_jax.sampling.prefill.reader import empty_batch
+from gtpo_jax.sampling.programs import chunk_limits, compiled_for, keys_program
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import Capacity
 
@@ -27,20 +22,25 @@ from gtpo_jax.sampling.schedule.slots import Capacity
 class Inventory:
   """Lists the programs, from the widths of prompts, the numbers of slots and their lengths."""
 
-  def __init__(self, owner: Any, workload: Workload, capacity: Capacity):
+  def __init__(self, owner: Any, workload: Workload):
     """Args:
-    owner: the `DensePrograms`, with the jitted functions, widths and lengths.
+    owner: the `DensePrograms`, with the jitted functions and the sizes.
     workload: what is sampled.
-    capacity: the number of slots and entries for it.
     """
+    sizes = owner.sizes
+    capacity = sizes.capacity(workload.prompts, workload.group)
     self._owner = owner
     self._workload = workload
     self._capacity = capacity
     self._tracked = workload.sampling_params.penalises_repetition
-    self._widths = owner.prompt_widths[::-1]
-    self._counts = slot_counts(capacity.slots, owner.shrink_factor, owner.least_slots)
-    self._lengths = owner.cache_lengths[::-1]
-    self._entries = owner.entry_counts(capacity)[::-1]
+    self._shapes = StateShapes(owner.cache, self._tracked)
+    self._widths = sizes.prompt_widths[::-1]
+    self._counts = slot_counts(capacity.slots, sizes.shrink_factor, sizes.least_slots)
+    self._lengths = sizes.cache_lengths[::-1]
+    self._entries = sizes.entry_counts(capacity)[::-1]
+    self._largest = functools.partial(
+      self._shapes.all, self._entries[0], self._widths[0], capacity.slots, self._lengths[0]
+    )
 
   def programs(self) -> Iterator[Program]:
     """Returns all programs, the largest of each kind first."""
@@ -50,22 +50,6 @@ class Inventory:
     yield from self._prefills()
     yield from self._decodes()
     yield from self._changes()
-
-  def state(self, width: int, slots: int, length: int, entries: int | None = None) -> SamplerState:
-    """Returns the shapes and shardings of a state.
-
-    Args:
-      width: positions of the prompts.
-      slots: slots per shard.
-      length: positions of the slots.
-      entries: entries per shard; None for the most.
-    """
-    entries = entries or self._entries[0]
-    return SamplerState(
-      DenseKV(self._kv(entries, width), self._kv(slots, length)),
-      self._states(entries),
-      self._states(slots),
-    )
 
   def _allocations(self) -> Iterator[Program]:
     owner = self._owner
@@ -88,7 +72,7 @@ class Inventory:
     # Prompts that do not fit at once are prefilled when the slots may have grown.
     all_at_once = self._workload.prompts <= owner.shards * most
     length = self._lengths[-1 if all_at_once else 0]
-    beside = lambda: self.state(self._widths[0], slots, length)
+    beside = lambda: self._shapes.all(most, self._widths[0], slots, length)
     batches = list(self._batches(PROMPTS, slots))
     for width, rows in batches:
       yield self._prefill(width, rows, beside)
@@ -102,15 +86,15 @@ class Inventory:
     """Returns the (width, rows per shard) of all batches, with this number of slots per shard."""
     owner = self._owner
     idle = _idle(self._capacity, slots)
-    for width in owner.widths[part][::-1]:
-      for rows in owner.row_counts(idle, part, width):
+    for width in owner.sizes.widths[part][::-1]:
+      for rows in owner.sizes.row_counts(idle, part, width):
         yield width, rows
 
   def _prefill(self, width: int, rows: int, beside: Callable[[], Any]) -> Program:
     """Returns the program that computes batches of a width with `rows` rows per shard."""
     owner = self._owner
     idle = _idle(self._capacity, self._capacity.slots)
-    tokens = owner.empty_batch(idle, PROMPTS, width, rows, 1)[:1]
+    tokens = empty_batch(owner, idle, PROMPTS, width, rows, 1)[:1]
     signature = ("prefill", width, rows)
     return Program(signature, owner.prefill, lambda: tokens, reads_params=True, beside=beside)
 
@@ -128,11 +112,11 @@ class Inventory:
 
     def arguments() -> tuple:
       slots = self._capacity.slots if part == PROMPTS else into
-      batch = owner.empty_batch(_idle(self._capacity, slots), part, width, rows, into)
-      states = self._states(rows)
+      batch = empty_batch(owner, _idle(self._capacity, slots), part, width, rows, into)
+      states = self._shapes.states(rows)
       zeros = lambda: computed_zeros(owner.model, owner.shards * rows, width)
-      new = Prefilled(states.hidden, owner.abstract_kv(zeros), states.delta, None)
-      return self._kv(into, cached), self._states(into), new, *batch
+      new = Prefilled(states.hidden, abstract_kv(owner.model, zeros), states.delta, None)
+      return self._shapes.kv(into, cached), self._shapes.states(into), new, *batch
 
     signature = ("insert", part, into, cached, width, rows, self._tracked)
     return Program(signature, owner.insert[part], arguments)
@@ -156,7 +140,7 @@ class Inventory:
       ) -> tuple:
         limits = chunk_limits(owner, owner.chunk, 1, sampling_params)
         inputs = _idle(self._capacity._replace(entries=entries), slots).inputs()
-        return *self.state(width, slots, length, entries), inputs, limits
+        return *self._shapes.all(entries, width, slots, length), inputs, limits
 
       yield Program(
         ("decode", entries, capacity.slots_per_entry, width, slots, length, compiled),
@@ -174,9 +158,8 @@ class Inventory:
     # Without turns, completions are resumed when sampling begins, in all slots.
     counts = self._counts if workload.turns else self._counts[:1]
     shapes = [(slots, *batch) for slots in counts for batch in self._batches(SLOTS, slots)]
-    beside = lambda: self.state(self._widths[0], self._capacity.slots, self._lengths[0])
     for width, rows in dict.fromkeys((width, rows) for _, width, rows in shapes):
-      yield self._prefill(width, rows, beside)
+      yield self._prefill(width, rows, self._largest)
     for slots, width, rows in shapes:
       for length in self._lengths:
         yield self._insertion(SLOTS, slots, length, width, rows)
@@ -184,28 +167,28 @@ class Inventory:
   def _changes(self) -> Iterator[Program]:
     """Returns the programs that change the length or the number of slots."""
     owner = self._owner
-    most = self._capacity.slots
+    shapes = self._shapes
     fewer = list(zip(self._counts, self._counts[1:], strict=False))
 
     def beside() -> tuple:
-      state = self.state(self._widths[0], most, self._lengths[0])
+      state = self._largest()
       return state.kv.prompts, state.prompts, state.slots
 
     for more, few in zip(self._entries, self._entries[1:], strict=False):
       for width in self._widths:
-        arguments = (self._kv(few, width), self._states(few), more)
+        arguments = (shapes.kv(few, width), shapes.states(few), more)
         yield Program(
           ("grow", "entries", few, more, width, self._tracked),
           owner.add_entries,
           lambda arguments=arguments: arguments,
-          beside=lambda: self.state(self._widths[0], most, self._lengths[0]).kv.slots,
+          beside=lambda: self._largest().kv.slots,
         )
     for slots in self._counts:
       for length, shorter in zip(self._lengths, self._lengths[1:], strict=False):
         yield Program(
           ("grow", slots, length),
           owner.grow,
-          lambda slots=slots, length=length, shorter=shorter: (self._kv(slots, shorter), length),
+          lambda slots=slots, length=length, shorter=shorter: (shapes.kv(slots, shorter), length),
           beside=beside,
         )
     for before, slots in fewer:
@@ -214,22 +197,14 @@ class Inventory:
         yield Program(
           ("compact", slots, length),
           owner.compact,
-          lambda before=before, length=length, order=order: (self._kv(before, length), order),
+          lambda before=before, length=length, order=order: (shapes.kv(before, length), order),
           beside=beside,
         )
       yield Program(
         ("compact", "states", slots, self._tracked),
         owner.keep_rows,
-        lambda before=before, order=order: (self._states(before), order),
+        lambda before=before, order=order: (shapes.states(before), order),
       )
-
-  def _kv(self, rows: int, positions: int) -> list[KV]:
-    """Returns shapes and shardings of keys and values."""
-    owner = self._owner
-    return owner.abstract_kv(lambda: owner.cache.zeros(owner.shards * rows, positions))
-
-  def _states(self, rows: int) -> States:
-    return abstract_states(self._owner.model, self._owner.shards * rows, self._tracked)
 
 
 def slot_counts(slots: int, factor: int, least: int = 1) -> list[int]:

@@ -6,10 +6,10 @@ from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.delta.rule import rule_bytes
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import axis_size, batch_shards, bytes_per_device
-from gtpo_jax.sampling.batches import PREFILL_TOKENS
 from gtpo_jax.sampling.cache import head_axis
 from gtpo_jax.sampling.paged.cache import PagedCache
 from gtpo_jax.sampling.paged.pool import PoolSizes
+from gtpo_jax.sampling.prefill.batches import PREFILL_TOKENS
 from gtpo_jax.sampling.programs import abstract
 
 # Copies of a chunk's logits in float32 that a decode program has at once: the logits, their

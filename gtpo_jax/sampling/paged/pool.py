@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gtpo_jax.sampling.batches import PrefillBatch
 from gtpo_jax.sampling.cache import PROMPTS, Part
 from gtpo_jax.sampling.paged.tables import PageRows, PageTables
+from gtpo_jax.sampling.prefill.batches import PrefillBatch
 from gtpo_jax.sampling.schedule.slots import Capacity, Entry, Slots, Space
 
 

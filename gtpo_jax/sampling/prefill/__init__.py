@@ -1,0 +1,1 @@
+"""How tokens are read into the cache in few batches."""
