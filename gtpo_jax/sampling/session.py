@@ -18,8 +18,8 @@ import numpy as np
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.chunk import Chunk
 from gtpo_jax.sampling.filters import RowSampling
-from gtpo_jax.sampling.prefill.batches import RoutesRead
-from gtpo_jax.sampling.prefill.reader import Reader
+from gtpo_jax.sampling.prefill.batches import RoutesRead, routes_of
+from gtpo_jax.sampling.prefill.reading import Reader
 from gtpo_jax.sampling.programs import Programs, SamplerState
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import DecodeInputs
@@ -233,12 +233,14 @@ class Session:
     keep_slots = more_may_come or self._have_joined
     spans: list[Span] = []
     began = time.perf_counter()
-    state, prefilled, read = self._prefill(keep_slots)
+    state, prefilled, prompts, resumed = self._prefill(keep_slots)
     inputs = scheduler.inputs()  # while the devices prefill
     if prefilled:
       jax.block_until_ready(state)
       spans.append(Span("prefill", began, time.perf_counter(), 0.0))
-    prompt_routes, read_routes = self._routes(*read)
+    prompt_routes = dict(routes_of(prompts, lambda prompt: len(self._prompts[prompt])))
+    drawn = lambda place: len(self._requests[place].tokens)
+    read_routes = [(self._requests[place], x) for place, x in routes_of(resumed, drawn)]
     began = time.perf_counter()
     of_slot = [self._requests.get((i, j)) for i, j in scheduler.slots.completions.tolist()]
     refills = some_wait or scheduler.has_waiting or self._have_joined
@@ -265,7 +267,7 @@ class Session:
 
   def _prefill(
     self, keep_slots: bool
-  ) -> tuple[SamplerState, bool, tuple[list[RoutesRead], list[RoutesRead]]]:
+  ) -> tuple[SamplerState, bool, list[RoutesRead], list[RoutesRead]]:
     """Gives slots to requests that wait, reads their tokens, and makes space for the next chunk.
 
     Returns:
@@ -286,19 +288,7 @@ class Session:
     state, prompts = self._reader.read_prompts(before, self._prompts)
     state, resumed = self._reader.read_resumed(state, self._sequence)
     state_changed = state is not before
-    return programs.resize(state, scheduler, keep_slots), state_changed, (prompts, resumed)
-
-  def _routes(
-    self, prompts: Sequence[RoutesRead], resumed: Sequence[RoutesRead]
-  ) -> tuple[dict[int, np.ndarray], list[tuple[Request, np.ndarray]]]:
-    """Returns `Progress.prompt_routes` and `Progress.read_routes`."""
-    length = lambda prompt: len(self._prompts[prompt])
-    of_prompts = {name: x for part in prompts for name, x in part.of_sequences(length)}
-    drawn = lambda name: len(self._requests[name].tokens)
-    of_requests = [
-      (self._requests[name], x) for part in resumed for name, x in part.of_sequences(drawn)
-    ]
-    return of_prompts, of_requests
+    return programs.resize(state, scheduler, keep_slots), state_changed, prompts, resumed
 
   def _place(self, request: Request, prompt: int, index: int) -> None:
     request.place = (prompt, index)

@@ -28,7 +28,6 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.sampling.cache import (
   CachedAttention,
   Part,
-  States,
   computed_zeros,
   constrain_kv,
   from_position,
@@ -95,7 +94,7 @@ class DenseCache:
     """
 
     def insert(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-      new = _pad_axis(new, axis, old.shape[axis], at_end=False)
+      new = pad_axis(new, axis, old.shape[axis], at_end=False)
       return take_rows(self.model, old, new, source.reshape(-1))
 
     return [self._changed(insert, old, new) for old, new in zip(prompts, new, strict=True)]
@@ -116,7 +115,7 @@ class DenseCache:
     def insert(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
       w = old.shape[axis]
       new = jax.lax.slice_in_dim(new, 0, min(w, new.shape[axis]), axis=axis)
-      return take_rows(self.model, old, _pad_axis(new, axis, w), source.reshape(-1))
+      return take_rows(self.model, old, pad_axis(new, axis, w), source.reshape(-1))
 
     return [
       self._changed(insert, old, from_position(self.model, new, first))
@@ -200,42 +199,6 @@ class DenseCache:
     slots = [self._changed(append, old, new) for old, new in zip(kv.slots, chunk, strict=True)]
     return kv._replace(slots=slots)
 
-  def grow(self, slots: list[KV], length: int) -> list[KV]:
-    """Pads the slots' arrays to `length` positions."""
-    pad = lambda x, axis: _pad_axis(x, axis, length)
-    return [constrain_kv(self.model, jax.tree.map(pad, kv, position_axes(kv))) for kv in slots]
-
-  def compact(self, slots: list[KV], order: jax.Array) -> list[KV]:
-    """Keeps the slots `order` i32[shards, kept slots per shard] of each shard, in that order."""
-    keep = lambda x: gather_rows(self.model, x, order.reshape(-1))
-    return [constrain_kv(self.model, jax.tree.map(keep, kv)) for kv in slots]
-
-  def refit(self, kv: list[KV], order: jax.Array, length: int, at_end: bool) -> list[KV]:
-    """Returns the rows `order` i32[shards, rows] of each shard, of `length` positions.
-
-    Args:
-      kv: the keys and values.
-      order: the rows.
-      length: at least that of what is in use.
-      at_end: whether what is in use ends at the last position; it begins at the first otherwise.
-    """
-
-    def change(x: jax.Array, axis: int) -> jax.Array:
-      x = gather_rows(self.model, x, order.reshape(-1))
-      cut = x.shape[axis] - length
-      if cut > 0:
-        first = cut if at_end else 0
-        return jax.lax.slice_in_dim(x, first, first + length, axis=axis)
-      return _pad_axis(x, axis, length, at_end=not at_end)
-
-    return [constrain_kv(self.model, jax.tree.map(change, x, position_axes(x))) for x in kv]
-
-  def add_entries(self, prompts: list[KV], states: States, entries: int) -> tuple[list[KV], States]:
-    """Pads the prompts' arrays and states to `entries` per shard."""
-    add = lambda x: within_shards(self.model, lambda x: _pad_axis(x, 0, entries), x)
-    prompts = [constrain_kv(self.model, jax.tree.map(add, kv)) for kv in prompts]
-    return prompts, jax.tree.map(add, states).constrained(self.model)
-
 
 def _attend_prompts(
   model: Transformer, q: jax.Array, prompts: MaskedKV, tables: DenseTables
@@ -253,7 +216,7 @@ def _attend_prompts(
   return PartialAttention(*map(to_slots, partial))
 
 
-def _pad_axis(x: jax.Array, axis: int, length: int, at_end: bool = True) -> jax.Array:
+def pad_axis(x: jax.Array, axis: int, length: int, at_end: bool = True) -> jax.Array:
   """Pads an axis of `x` to `length`."""
   missing = length - x.shape[axis]
   widths = [(0, 0)] * x.ndim

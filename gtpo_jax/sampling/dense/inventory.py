@@ -13,7 +13,7 @@ from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, computed_zeros
 from gtpo_jax.sampling.dense.state_shapes import StateShapes, abstract_kv
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.inventory import Program, Workload
-from gtpo_jax.sampling.prefill.reader import empty_batch
+from gtpo_jax.sampling.prefill.reading import empty_batch
 from gtpo_jax.sampling.programs import chunk_limits, compiled_for, keys_program
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import Capacity

@@ -21,6 +21,7 @@ from gtpo_jax.sampling.chunk import insert_rows, prefill_rows
 from gtpo_jax.sampling.dense.cache import DenseCache, DenseKV
 from gtpo_jax.sampling.dense.dense_sizes import DenseSizes, first_from
 from gtpo_jax.sampling.dense.inventory import Inventory
+from gtpo_jax.sampling.dense.resizing import add_entries, compact, grow, refit
 from gtpo_jax.sampling.dense.state_shapes import StateShapes
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.prefill.batches import PrefillBatch
@@ -35,7 +36,8 @@ class DensePrograms(Programs):
   Attributes:
     prefill, insert: `prefill_rows`, and `insert_rows` for each part. They are programs of their
       own, so that the larger one does not depend on the shapes of the cache.
-    init_kv, grow, compact, add_entries: `DenseCache.zeros`, `grow`, `compact` and `add_entries`.
+    init_kv: `DenseCache.zeros`.
+    grow, compact, refit, add_entries: see `resizing.py`.
   """
 
   cache: DenseCache
@@ -56,10 +58,10 @@ class DensePrograms(Programs):
       for part, insert in inserts.items()
     }
     self.read = {part: functools.partial(self._read_rows, part) for part in inserts}
-    self.grow = jax.jit(cache.grow, static_argnums=1)
-    self.add_entries = jax.jit(cache.add_entries, static_argnums=2)
-    self.compact = jax.jit(cache.compact)
-    self.refit = jax.jit(cache.refit, static_argnums=(2, 3))
+    self.grow = jax.jit(functools.partial(grow, model), static_argnums=1)
+    self.add_entries = jax.jit(functools.partial(add_entries, model), static_argnums=2)
+    self.compact = jax.jit(functools.partial(compact, model))
+    self.refit = jax.jit(functools.partial(refit, model), static_argnums=(2, 3))
 
   def places_in_cache(
     self, scheduler: Scheduler, part: Part, batch: PrefillBatch, source: np.ndarray

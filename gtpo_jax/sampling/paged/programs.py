@@ -16,7 +16,7 @@ from gtpo_jax.sampling.paged.cache import PagedCache
 from gtpo_jax.sampling.paged.paged_sizes import PagedSizes
 from gtpo_jax.sampling.paged.pool import places
 from gtpo_jax.sampling.prefill.batches import PrefillBatch
-from gtpo_jax.sampling.prefill.reader import empty_batch
+from gtpo_jax.sampling.prefill.reading import empty_batch
 from gtpo_jax.sampling.programs import (
   Programs,
   ProgramSettings,

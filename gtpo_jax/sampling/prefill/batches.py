@@ -42,10 +42,14 @@ class RoutesRead(NamedTuple):
   routes: Any
   rows: list[tuple[int, Any]]
 
-  def of_sequences(self, lengths: Callable[[Any], int]) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yields the name of each sequence and its routes, given the number of its tokens."""
-    routes = np.asarray(self.routes)
-    for row, name in self.rows:
+
+def routes_of(
+  read: Sequence[RoutesRead], lengths: Callable[[Any], int]
+) -> Iterator[tuple[Any, np.ndarray]]:
+  """Yields the name of each sequence and its routes, given the number of its tokens."""
+  for part in read:
+    routes = np.asarray(part.routes)
+    for row, name in part.rows:
       yield name, routes[row, routes.shape[1] - lengths(name) :]
 
 
