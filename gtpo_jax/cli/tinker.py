@@ -16,9 +16,11 @@ from gtpo_jax.rollout.policies import ServingLimits, find_served
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.generator import Generator
 from gtpo_jax.serving.http import is_loopback, make_server
-from gtpo_jax.tinker.ledger import Ledger
+from gtpo_jax.tinker.ledger.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase
-from gtpo_jax.tinker.routes import Routes
+from gtpo_jax.tinker.models_in_training import ModelsInTraining
+from gtpo_jax.tinker.operations import Operations
+from gtpo_jax.tinker.routes.tinker_app import tinker_app
 from gtpo_jax.tinker.sampler import Policies, Sampler
 from gtpo_jax.tinker.saved_weights import Store
 from gtpo_jax.tinker.schema import CLIENT_VERSION
@@ -65,7 +67,7 @@ class OpenedTinker:
   Attributes:
     base: the model.
     workdir: where weights are saved.
-    app: the paths.
+    app: the application that a server runs.
   """
 
   def __init__(self, options: TinkerOptions, secret: str = ""):
@@ -92,9 +94,11 @@ class OpenedTinker:
     self.base = ServedBase(name, worker, read()[0], base_model(str(options.model)))
     self._generator = Generator(worker.engine, None, options.queue, chunk_s=None)
     policies = Policies(self.base, self._store, options.policies)
-    self._trainer = Trainer(self.base, self._ledger, self._store, options.models)
+    self._models = ModelsInTraining(self.base, self._ledger, self._store, options.models)
+    operations = Operations(self.base, self._ledger, self._store, self._models)
+    self._trainer = Trainer(self._ledger, self._models, operations)
     self._sampler = Sampler(self.base, self._ledger, policies, self._generator)
-    self.app = Routes(
+    self.app = tinker_app(
       self.base,
       self._ledger,
       self._store,
@@ -107,12 +111,12 @@ class OpenedTinker:
 
   def close(self) -> None:
     """Ends what is under way, and saves the state of every model."""
-    self._ledger.close()
+    self._ledger.book.close()
     self._generator.close()
     self._sampler.close()
     self._trainer.join()
-    self._trainer.save_all()
-    self._ledger.close_journal()
+    self._models.snapshot_all()
+    self._ledger.book.close_journal()
 
 
 def _check_identity(workdir: Path, model: str) -> None:
@@ -145,5 +149,5 @@ def serve(options: TinkerOptions, say: Callable[[str], None]) -> None:
     dtype = opened.base.worker.model.config.compute_dtype
     say(f"computing in {dtype}; tested with the client tinker {CLIENT_VERSION}")
     say(f"{opened.base.name!r} at TINKER_BASE_URL=http://{address} (Ctrl-C stops)")
-    asyncio.run(run_server(make_server(opened.app.asgi), listener))
+    asyncio.run(run_server(make_server(opened.app), listener))
     opened.close()

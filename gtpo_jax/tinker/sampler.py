@@ -23,9 +23,9 @@ from gtpo_jax.serving.generator import Full, Generator
 from gtpo_jax.serving.jobs import Completion, ScoreJob
 from gtpo_jax.serving.outputs import Part, new_search
 from gtpo_jax.serving.requests import HIGHEST_TEMPERATURE, Fields, shown
-from gtpo_jax.tinker.ledger import Ledger
+from gtpo_jax.tinker.ledger.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase, Spec
-from gtpo_jax.tinker.saved_weights import Store
+from gtpo_jax.tinker.saved_weights import Store, read_saved
 from gtpo_jax.tinker.wire import (
   ERROR,
   MISSING,
@@ -64,7 +64,7 @@ class Policies:
     saved = None
     name = ""
     if source["run"]:
-      saved = self._store.read(self._store.of_sampler(source))
+      saved = read_saved(self._store.of_sampler(source))
       if saved is None:
         raise ApiError(410, "the weights of this sampler are gone; save them again")
       name = f"{saved.folder} {saved.about['created']}"
@@ -269,18 +269,18 @@ class Sampler:
       self._generator.cancel(pending.jobs)
 
   def _run(self) -> None:
-    while request := self._ledger.take_sample():
+    while request := self._ledger.submissions.take_sample():
       try:
         self._start(request)
       except Exception as error:
-        self._ledger.finish(request, refusal(error, "sampling"))
+        self._ledger.submissions.finish(request, refusal(error, "sampling"))
 
   def _start(self, request: Submission) -> None:
-    source = self._ledger.samplers.get(request.target)
+    source = self._ledger.entries.samplers.get(request.target)
     if source is None:
       return  # its session is over
     ask = SamplingRequest(
-      self._base, Fields(request.body), self._ledger.seed_for(request.target, request.seq)
+      self._base, Fields(request.body), self._ledger.sessions.seed_for(request.target, request.seq)
     )
     params = self._policies.get(source)
     pending = Pending(ask, lambda x: self._recorder.submit(self._record, request, x))
@@ -332,8 +332,8 @@ class Sampler:
         time.sleep(RETRY_S)
 
   def _is_wanted(self, request: Submission) -> bool:
-    return not self._ledger.closed and self._ledger.is_wanted(request.id)
+    return self._ledger.submissions.is_wanted(request.id)
 
   def _record(self, request: Submission, pending: Pending) -> None:
     self._pending.pop(request.id, None)
-    self._ledger.finish(request, pending.outcome())
+    self._ledger.submissions.finish(request, pending.outcome())

@@ -51,6 +51,10 @@ class Saved(NamedTuple):
     """Returns the arrays of training by name; those that were bfloat16 are float32."""
     return safetensors.numpy.load((self.folder / ARRAYS).read_bytes())
 
+  def delete(self) -> None:
+    """Deletes the weights."""
+    shutil.rmtree(self.folder)
+
   def describe(self) -> dict[str, Any]:
     """Returns what the protocol says of a checkpoint."""
     about = self.about
@@ -64,6 +68,14 @@ class Saved(NamedTuple):
       "user_metadata": about.get("metadata"),
       "expires_at": _time(about.get("expires")),
     }
+
+
+def read_saved(folder: Path) -> Saved | None:
+  """Returns the weights in a folder; None if there are none."""
+  try:
+    return Saved(folder, json.loads((folder / ABOUT).read_text()))
+  except (FileNotFoundError, NotADirectoryError):
+    return None
 
 
 class Store:
@@ -86,17 +98,10 @@ class Store:
     parts = path.removeprefix("tinker://").split("/") if isinstance(path, str) else []
     right = len(parts) == 3 and parts[1] in KINDS and NAME.fullmatch(parts[2])
     if right and NAME.fullmatch(parts[0].replace(":", "-")):
-      saved = self.read(self.folder(*parts))
+      saved = read_saved(self.folder(*parts))
       if saved and saved.about["owner"] == owner and saved.about["run"] == parts[0]:
         return saved
     raise ApiError(404, f"there are no weights {shown(path)}")
-
-  def read(self, folder: Path) -> Saved | None:
-    """Returns the weights in a folder; None if there are none."""
-    try:
-      return Saved(folder, json.loads((folder / ABOUT).read_text()))
-    except (FileNotFoundError, NotADirectoryError):
-      return None
 
   def runs(self, owner: str) -> dict[str, list[Saved]]:
     """Returns the weights that a client has named, by run, the oldest first."""
@@ -112,18 +117,14 @@ class Store:
 
   def _all(self) -> Iterator[Saved]:
     for folder in sorted(self._root.glob("*/*/*")):
-      if not folder.name.startswith(".") and (saved := self.read(folder)):
+      if not folder.name.startswith(".") and (saved := read_saved(folder)):
         yield saved
 
   def expire(self) -> None:
     """Deletes the weights whose time is over."""
     for saved in self._all():
       if (end := saved.about.get("expires")) and end < time.time():
-        shutil.rmtree(saved.folder)
-
-  def delete(self, saved: Saved) -> None:
-    """Deletes weights."""
-    shutil.rmtree(saved.folder)
+        saved.delete()
 
   def of_sampler(self, source: dict[str, Any]) -> Path:
     """Returns the folder of the weights that a sampler samples from; for live ones the newest."""
@@ -137,7 +138,7 @@ class Store:
     """Returns the newest state of a model; None if there is none."""
     states = (self._root / run.replace(":", "-") / STATE).glob("[0-9]*")
     newest = max(states, key=lambda folder: int(folder.name), default=None)
-    return newest and self.read(newest)
+    return newest and read_saved(newest)
 
   def snapshot_seq(self, run: str) -> int:
     """Returns the number of the last request whose effect is in `snapshot`; -1 for none."""

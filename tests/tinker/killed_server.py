@@ -11,7 +11,7 @@ from gtpo_jax.cli import main
 from gtpo_jax.models.hf import atomic_folder
 from gtpo_jax.storage.record_log import RecordLog
 from gtpo_jax.tinker import models
-from gtpo_jax.tinker.ledger import Ledger
+from gtpo_jax.tinker.ledger.submissions import Submissions
 from gtpo_jax.tinker.models import TrainedModel
 from gtpo_jax.tinker.saved_weights import Store
 
@@ -25,8 +25,8 @@ PLACES = {  # where it is killed: the owner of a function, its name, and whether
   "after a step": (TrainedModel, "step", False),
   "while weights are written": (models, "write_files", False),
   "after weights are written": (TrainedModel, "save", False),
-  "before a result is recorded": (Ledger, "finish", True),
-  "after a result is recorded": (Ledger, "finish", False),
+  "before a result is recorded": (Submissions, "finish", True),
+  "after a result is recorded": (Submissions, "finish", False),
   "after a snapshot": (Store, "tidy", True),
 }
 

@@ -43,7 +43,7 @@ def running(options, secret=""):
   port = options.port if options.port != 8000 else 0
   SERVERS.append(opened)
   try:
-    with in_a_thread(opened.app.asgi, port, force=True) as port:
+    with in_a_thread(opened.app, port, force=True) as port:
       yield f"http://127.0.0.1:{port}", opened
   finally:
     opened.close()

@@ -1,0 +1,86 @@
+"""The models that are in memory, and their snapshots."""
+
+from __future__ import annotations
+
+from gtpo_jax.serving.api_errors import bad
+from gtpo_jax.tinker.ledger.ledger import Ledger
+from gtpo_jax.tinker.models import ServedBase, Spec, TrainedModel
+from gtpo_jax.tinker.saved_weights import STATE, Store
+
+
+class ModelsInTraining:
+  """The models of a ledger's queues by name, as far as they are in memory."""
+
+  def __init__(self, base: ServedBase, ledger: Ledger, store: Store, most: int):
+    """Args:
+    base: the model that others begin with.
+    ledger: knows which models there are.
+    store: where snapshots are saved.
+    most: how many models there may be.
+    """
+    self._base = base
+    self._ledger = ledger
+    self._store = store
+    self._most = most
+    self._models: dict[str, TrainedModel] = {}
+
+  def __contains__(self, name: str) -> bool:
+    return name in self._models
+
+  def add(self, name: str, model: TrainedModel) -> None:
+    """Adds a model; see `make_space`."""
+    self._models[name] = model
+
+  def get(self, name: str) -> TrainedModel:
+    """Returns a model, which is read from its snapshot after a restart.
+
+    Raises:
+      ApiError: there is none.
+    """
+    if name not in self._models:
+      saved = self._store.snapshot(name)
+      if saved is None:
+        raise bad("the model was not created")
+      self._models[name] = TrainedModel(self._base, Spec(**saved.about["spec"]), saved)
+    return self._models[name]
+
+  def forget_gone(self) -> None:
+    """Forgets the models that are no longer in the ledger."""
+    self._models = {
+      name: x for name, x in self._models.items() if name in self._ledger.entries.queues
+    }
+
+  def make_space(self, full: bool) -> None:
+    """Makes space for one more model, if clients are gone.
+
+    Args:
+      full: whether all of its weights are trained.
+
+    Raises:
+      ApiError: there are too many models.
+    """
+    if len(self._models) >= self._most:
+      self._ledger.sessions.drop_silent()
+    self.forget_gone()
+    if len(self._models) >= self._most:
+      raise bad(
+        f"this server has {len(self._models)} models already; finish another client, or start the "
+        "server with a higher --models"
+      )
+    if full and any(not x.spec.rank for x in self._models.values()):
+      raise bad("this server trains all weights of one model at a time; set a rank")
+
+  def snapshot(self, name: str, seq: int) -> None:
+    """Saves the state of a model after the request `seq`."""
+    folder = self._store.folder(name, STATE, str(seq))
+    if not folder.exists():
+      about = {"run": name, "owner": self._ledger.entries.queues[name].owner}
+      self._models[name].save(folder, about, moments=True, export=False)
+    self._ledger.submissions.saved(name, seq)
+    self._store.tidy(name, seq)
+
+  def snapshot_all(self) -> None:
+    """Saves the state of every model."""
+    self.forget_gone()
+    for name in self._models:
+      self.snapshot(name, self._ledger.entries.queues[name].next - 1)
