@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import flax.linen as nn
 import flax.struct
@@ -38,17 +39,27 @@ KINDS = {
 }
 
 
-@flax.struct.dataclass
-class Declaration(nn.LogicallyPartitioned):
-  """A parameter (or its abstract shape) with the names of its axes.
+class AxisRoles(NamedTuple):
+  """What the axes of a parameter are for, without the layer axis.
 
   Attributes:
     inputs: number of axes that a matrix contracts; 0 for other kinds.
-    numbered: number of leading axes, without the layer axis, that number matrices of one shape,
-      such as those of experts.
+    numbered: number of leading axes that number matrices of one shape, such as those of experts.
     parts: the sizes of what the features of a head consist of, for example query, key and value.
       Hugging Face's tensors have each part of all heads together. () if there is one.
   """
+
+  inputs: int = 0
+  numbered: int = 0
+  parts: tuple[int, ...] = ()
+
+
+PLAIN = AxisRoles()  # of a parameter that is no matrix
+
+
+@flax.struct.dataclass
+class Declaration(nn.LogicallyPartitioned):
+  """A parameter (or its abstract shape) with the names of its axes, and their `AxisRoles`."""
 
   inputs: int = flax.struct.field(default=0, pytree_node=False)
   numbered: int = flax.struct.field(default=0, pytree_node=False)
@@ -67,9 +78,7 @@ def declare(
   shape: Sequence[int],
   axes: Sequence[str],
   dtype: jax.typing.DTypeLike,
-  inputs: int = 0,
-  numbered: int = 0,
-  parts: tuple[int, ...] = (),
+  roles: AxisRoles = PLAIN,
 ) -> jax.Array:
   """Declares the parameter `name` of `module` and returns its value.
 
@@ -80,23 +89,22 @@ def declare(
     shape: the shape within one layer.
     axes: a logical axis (see `runtime.mesh.RULES`) for each dimension.
     dtype: the stored dtype.
-    inputs: number of axes that a matrix contracts; 0 for other kinds.
-    numbered: number of axes before those that number matrices.
-    parts: as in `Declaration`.
+    roles: what the axes are for.
 
   Raises:
-    ValueError: the name has no kind, or `inputs` does not fit its kind.
+    ValueError: the name has no kind, or `roles.inputs` does not fit its kind.
   """
   if name not in KINDS:
     raise ValueError(
       f"parameter {name!r} has no kind; use one of {', '.join(KINDS)}, or add it to KINDS"
     )
-  if (KINDS[name] is Kind.MATRIX) != (0 < inputs < len(shape) - numbered):
+  if (KINDS[name] is Kind.MATRIX) != (0 < roles.inputs < len(shape) - roles.numbered):
     raise ValueError(
-      f"parameter {name!r} of shape {tuple(shape)} is a {KINDS[name].value}; got inputs = {inputs}"
+      f"parameter {name!r} of shape {tuple(shape)} is a {KINDS[name].value}; got inputs = "
+      f"{roles.inputs}"
     )
   boxed = lambda key, shape, dtype: Declaration(
-    init(key, shape, dtype), tuple(axes), inputs=inputs, numbered=numbered, parts=parts
+    init(key, shape, dtype), tuple(axes), **roles._asdict()
   )
   return module.param(name, boxed, tuple(shape), dtype)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gtpo_jax.models.config import DTYPES, ModelConfig
-from gtpo_jax.models.declaration import declare
+from gtpo_jax.models.declaration import AxisRoles, declare
 from gtpo_jax.models.formats.products import multiply_on_cpu
 from gtpo_jax.models.formats.quantize import (
   FORMATS,
@@ -94,10 +94,8 @@ def declare_matrix(
   config: ModelConfig,
   shape: tuple[int, ...],
   axes: tuple[str, ...],
-  inputs: int,
-  numbered: int = 0,
+  roles: AxisRoles,
   adapted: bool = False,
-  parts: tuple[int, ...] = (),
 ) -> tuple[Matrix, Matrix]:
   """Declares the parameters of a linear map; returns them, and their logical axes.
 
@@ -105,40 +103,35 @@ def declare_matrix(
     module: a bound module.
     config: says whether the kernel is quantised, and the rank of an adapter.
     shape, axes: of the kernel.
-    inputs, numbered: as in `declare`.
+    roles: as in `declare`; `parts` are those of the last axis.
     adapted: whether the map has an adapter, if the model has any.
-    parts: of the last axis, as in `Declaration`.
   """
   stored = DTYPES[config.param_dtype]
-  first, split = numbered, numbered + inputs
+  first, split = roles.numbered, roles.numbered + roles.inputs
   values = {}
   names = {"kernel": axes}
   if config.quantize:
     integers = init_integers(config.quantize)
     values["kernel"] = declare(
-      module, "kernel", integers, shape, axes, FORMATS[config.quantize], inputs, numbered, parts
+      module, "kernel", integers, shape, axes, FORMATS[config.quantize], roles
     )
     init = init_scale(config.quantize, MATRIX_DEVIATION)
     names["scale"] = (*axes[: split - 1], "group", *axes[split:])
     scales = scale_shape(shape, split - 1)
     values["scale"] = declare(module, "kernel_scale", init, scales, names["scale"], stored)
   else:
-    values["kernel"] = declare(
-      module, "kernel", MATRIX_INIT, shape, axes, stored, inputs, numbered, parts
-    )
+    values["kernel"] = declare(module, "kernel", MATRIX_INIT, shape, axes, stored, roles)
   if adapted and (rank := config.lora.rank):
     names["lora_a"] = (*axes[:split], "rank")
     a = (*shape[:split], rank)
     init = _lora_a_init(shape[first:split])
-    values["lora_a"] = declare(
-      module, "lora_a", init, a, names["lora_a"], jnp.float32, inputs, numbered
-    )
+    of_a = roles._replace(parts=())
+    values["lora_a"] = declare(module, "lora_a", init, a, names["lora_a"], jnp.float32, of_a)
     names["lora_b"] = (*axes[:first], "rank", *axes[split:])
     b = (*shape[:first], rank, *shape[split:])
     zeros = nn.initializers.zeros
-    values["lora_b"] = declare(
-      module, "lora_b", zeros, b, names["lora_b"], jnp.float32, 1, numbered, parts
-    )
+    of_b = roles._replace(inputs=1)
+    values["lora_b"] = declare(module, "lora_b", zeros, b, names["lora_b"], jnp.float32, of_b)
   return Matrix(**values), Matrix(**names)
 
 
@@ -151,7 +144,7 @@ class Dense(nn.Module):
     axes: logical names of the inputs and outputs.
     bias: whether to add a bias of shape `outputs`.
     target: what `Lora.targets` calls it; "" for its name.
-    parts: of the last output axis, as in `Declaration`.
+    parts: of the last output axis, as in `AxisRoles`.
   """
 
   config: ModelConfig
@@ -170,9 +163,8 @@ class Dense(nn.Module):
     split = len(self.inputs)
     adapted = (self.target or self.name) in lora.targets
     shape = self.inputs + self.outputs
-    matrix, _ = declare_matrix(
-      self, self.config, shape, self.axes, split, adapted=adapted, parts=self.parts
-    )
+    roles = AxisRoles(split, parts=self.parts)
+    matrix, _ = declare_matrix(self, self.config, shape, self.axes, roles, adapted)
     y = self._product(x, matrix.dense(x.dtype), split)
     if matrix.lora_a is not None:  # the low-rank product x A B (alpha / rank)
       low_rank = self._product(x, matrix.lora_a.astype(x.dtype), split)

@@ -50,18 +50,21 @@ class Submission:
   """Something to do.
 
   Attributes:
-    id: the same whenever it is sent again.
     op: the path of the protocol.
     target: the id of the model, or of the sampler.
     seq: its number among the target's requests.
     body: as it was sent.
   """
 
-  id: str
   op: str
   target: str
   seq: int
   body: bytes
+
+  @property
+  def id(self) -> str:
+    """The same whenever it is sent again."""
+    return f"{self.target}:{self.seq}"
 
 
 @dataclasses.dataclass(frozen=True)

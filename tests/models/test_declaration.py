@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 
 from gtpo_jax.models import PRESETS, Transformer, abstract_params
 from gtpo_jax.models.config import LORA_TARGETS, Lora
-from gtpo_jax.models.declaration import KINDS, Declaration, Kind, declare, is_decayed
+from gtpo_jax.models.declaration import KINDS, AxisRoles, Declaration, Kind, declare, is_decayed
 from gtpo_jax.models.hf import weights
 from gtpo_jax.models.hf.weights import hf_shapes, hf_tensors
 from gtpo_jax.models.params import declared_params, matmul_params
@@ -86,7 +86,8 @@ class Gate(nn.Module):
   @nn.compact
   def __call__(self, x):
     ones = nn.initializers.ones
-    kernel = declare(self, self.leaf, ones, (3, 4), ("embed", "mlp"), jnp.float32, self.inputs)
+    roles = AxisRoles(self.inputs)
+    kernel = declare(self, self.leaf, ones, (3, 4), ("embed", "mlp"), jnp.float32, roles)
     return x @ kernel + declare(self, "bias", ones, (4,), ("mlp",), jnp.float32)
 
 

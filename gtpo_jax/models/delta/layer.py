@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from gtpo_jax.models.attention.streams import StreamMasks
 from gtpo_jax.models.config import DTYPES, ModelConfig
-from gtpo_jax.models.declaration import declare
+from gtpo_jax.models.declaration import AxisRoles, declare
 from gtpo_jax.models.delta.convolution import convolve, extended
 from gtpo_jax.models.delta.rule import chunked_delta_rule, delta_step
 from gtpo_jax.models.kinds import LayerKind
@@ -57,7 +57,7 @@ class Filters(nn.Module):
     shape = (d.key_heads, d.features, d.taps)
     axes = ("heads", "head_dim", "tap")
     dtype = DTYPES[self.config.param_dtype]
-    return declare(self, "filter", init, shape, axes, dtype, parts=d.parts)
+    return declare(self, "filter", init, shape, axes, dtype, AxisRoles(parts=d.parts))
 
 
 class Decay(nn.Module):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gtpo_jax.models.config import DTYPES, EXPERTS, ModelConfig
-from gtpo_jax.models.declaration import declare
+from gtpo_jax.models.declaration import AxisRoles, declare
 from gtpo_jax.models.experts.products import experts_output, plan_rows
 from gtpo_jax.models.experts.routing import Routing, route
 from gtpo_jax.models.formats.products import einsum
@@ -51,7 +51,7 @@ class Gate(nn.Module):
     c = self.config
     shape = (c.width, self.outputs)
     stored = DTYPES[c.param_dtype]
-    kernel = declare(self, "kernel", MATRIX_INIT, shape, ("embed", "choice"), stored, 1)
+    kernel = declare(self, "kernel", MATRIX_INIT, shape, ("embed", "choice"), stored, AxisRoles(1))
     return einsum("...d,de->...e", x, kernel.astype(x.dtype), c.matmul_precision)
 
 
@@ -68,7 +68,7 @@ class ExpertMatrix(nn.Module):
     c = self.config
     shape = (c.mixture.experts, *self.shape)
     axes = ("expert", *self.axes)
-    return declare_matrix(self, c, shape, axes, 1, numbered=1, adapted=EXPERTS in c.lora.targets)
+    return declare_matrix(self, c, shape, axes, AxisRoles(1, 1), EXPERTS in c.lora.targets)
 
 
 class Experts(nn.Module):

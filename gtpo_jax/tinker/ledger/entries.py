@@ -108,7 +108,7 @@ class Entries:
     elif kind == "spec":
       self.specs[head["id"]] = head["spec"]
     elif kind == "request":
-      self._enqueue(Submission(head["id"], head["op"], head["target"], head["seq"], record.body))
+      self._enqueue(Submission(head["op"], head["target"], head["seq"], record.body))
     elif kind == "result":
       count = head.get("entropies", 0)
       entropy = np.frombuffer(record.body[len(record.body) - 4 * count :], np.float32)

@@ -19,7 +19,7 @@ from gtpo_jax.tinker.models import ServedBase
 from gtpo_jax.tinker.wire import Submission
 
 
-class Path(NamedTuple):
+class Endpoint(NamedTuple):
   """A path of the protocol, and what answers it."""
 
   method: str
@@ -83,7 +83,7 @@ async def accept(ledger: Ledger, request: Submission, **more: Any) -> Response:
   """Acknowledges a request, once it is on disk.
 
   Raises:
-    ApiError: see `Ledger.submit`.
+    ApiError: see `Submissions.submit`.
   """
   size = ledger.submissions.submit(request)
   await asyncio.to_thread(ledger.book.sync, size)

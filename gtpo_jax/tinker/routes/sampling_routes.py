@@ -15,7 +15,7 @@ from gtpo_jax.tinker.ledger.entries import SAMPLE
 from gtpo_jax.tinker.ledger.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase
 from gtpo_jax.tinker.routes.client_requests import (
-  Path,
+  Endpoint,
   accept,
   check_base,
   fields_of,
@@ -37,12 +37,12 @@ class SamplingRoutes:
     self._ledger = ledger
     self._store = store
     self._sampler = sampler
-    self.paths = [
-      Path("POST", "create_sampling_session", self._create_sampler),
-      Path("GET", "samplers/{id}", self._sampler_info),
-      Path("POST", "asample", self._asample),
-      Path("POST", "retrieve_future", self._retrieve),
-      Path("POST", "cancel_future", self._cancel),
+    self.endpoints = [
+      Endpoint("POST", "create_sampling_session", self._create_sampler),
+      Endpoint("GET", "samplers/{id}", self._sampler_info),
+      Endpoint("POST", "asample", self._asample),
+      Endpoint("POST", "retrieve_future", self._retrieve),
+      Endpoint("POST", "cancel_future", self._cancel),
     ]
 
   async def _create_sampler(self, http: HttpRequest) -> Response:
@@ -87,7 +87,7 @@ class SamplingRoutes:
     self._sampler_source(owner, name)
     seq = number_of(fields, "seq_id")
     ask = await asyncio.to_thread(SamplingRequest, self._base, fields, 0)
-    request = Submission(f"{name}:{seq}", SAMPLE, name, seq, body)
+    request = Submission(SAMPLE, name, seq, body)
     ids = [f"{request.id}:{i}" for i in range(ask.count)]
     return await accept(self._ledger, request, sample_sequence_ids=ids)
 

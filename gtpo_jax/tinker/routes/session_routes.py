@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from gtpo_jax.serving.http import read_body
 from gtpo_jax.tinker.ledger.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase
-from gtpo_jax.tinker.routes.client_requests import Path, fields_of, owner_of
+from gtpo_jax.tinker.routes.client_requests import Endpoint, fields_of, owner_of
 from gtpo_jax.tinker.routes.training_routes import MAX_BATCH_BYTES
 
 MAX_DATA = 65_536  # of a request
@@ -26,14 +26,14 @@ class SessionRoutes:
     self._base = base
     self._ledger = ledger
     self._queue = queue
-    self.paths = [
-      Path("GET", "healthz", _health),
-      Path("POST", "client/config", self._client_config),
-      Path("GET", "get_server_capabilities", self._capabilities),
-      Path("POST", "create_session", self._create),
-      Path("POST", "session_heartbeat", self._heartbeat),
-      Path("POST", "sessions/{id}/finish", self._finish),
-      Path("POST", "telemetry", _telemetry),
+    self.endpoints = [
+      Endpoint("GET", "healthz", _health),
+      Endpoint("POST", "client/config", self._client_config),
+      Endpoint("GET", "get_server_capabilities", self._capabilities),
+      Endpoint("POST", "create_session", self._create),
+      Endpoint("POST", "session_heartbeat", self._heartbeat),
+      Endpoint("POST", "sessions/{id}/finish", self._finish),
+      Endpoint("POST", "telemetry", _telemetry),
     ]
 
   async def _client_config(self, http: HttpRequest) -> Response:

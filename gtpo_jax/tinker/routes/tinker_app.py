@@ -41,13 +41,13 @@ def tinker_app(
     secret: the key that clients must have; "" for any, each of which sees only its own.
     only_loopback: as in `answering`.
   """
-  paths = [
-    *SessionRoutes(base, ledger, queue).paths,
-    *TrainingRoutes(base, ledger, store, max_rank).paths,
-    *SamplingRoutes(base, ledger, store, sampler).paths,
-    *WeightsRoutes(store).paths,
+  endpoints = [
+    *SessionRoutes(base, ledger, queue).endpoints,
+    *TrainingRoutes(base, ledger, store, max_rank).endpoints,
+    *SamplingRoutes(base, ledger, store, sampler).endpoints,
+    *WeightsRoutes(store).endpoints,
   ]
   answer = lambda x: answering(x, only_loopback, secret, sent=key_of)
   return starlette_app(
-    [Route(PREFIX + x.path, answer(x.handler), methods=[x.method]) for x in paths]
+    [Route(PREFIX + x.path, answer(x.handler), methods=[x.method]) for x in endpoints]
   )

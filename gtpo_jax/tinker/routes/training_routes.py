@@ -27,7 +27,7 @@ from gtpo_jax.tinker.operations import (
   read_loss,
 )
 from gtpo_jax.tinker.routes.client_requests import (
-  Path,
+  Endpoint,
   accept,
   check_base,
   fields_of,
@@ -49,13 +49,13 @@ class TrainingRoutes:
     self._ledger = ledger
     self._store = store
     self._max_rank = max_rank
-    self.paths = [
-      Path("POST", "create_model", self._create_model),
-      Path("POST", "load_weights", self._load_weights),
-      Path("POST", "get_info", self._get_info),
-      Path("POST", FORWARD_BACKWARD, self._forward_backward),
+    self.endpoints = [
+      Endpoint("POST", "create_model", self._create_model),
+      Endpoint("POST", "load_weights", self._load_weights),
+      Endpoint("POST", "get_info", self._get_info),
+      Endpoint("POST", FORWARD_BACKWARD, self._forward_backward),
       *(
-        Path("POST", op, functools.partial(self._other, op))
+        Endpoint("POST", op, functools.partial(self._other, op))
         for op in (OPTIM_STEP, SAVE, SAVE_FOR_SAMPLER)
       ),
     ]
@@ -69,7 +69,7 @@ class TrainingRoutes:
     described = dataclasses.asdict(spec)
     self._ledger.sessions.describe(name, described)
     body = json.dumps({"spec": described}).encode()
-    return await accept(self._ledger, Submission(f"{name}:0", CREATE, name, 0, body))
+    return await accept(self._ledger, Submission(CREATE, name, 0, body))
 
   async def _load_weights(self, http: HttpRequest) -> Response:
     body = await read_body(http)
@@ -81,10 +81,10 @@ class TrainingRoutes:
     if (session_id := fields.take("session_id")) is not None:
       name = self._new_name(owner, session_id, fields)
       self._ledger.sessions.describe(name, saved.about["spec"])
-      return await accept(self._ledger, Submission(f"{name}:0", LOAD, name, 0, body))
+      return await accept(self._ledger, Submission(LOAD, name, 0, body))
     name = model_of(self._ledger, owner, fields.take("model_id"))
     seq = number_of(fields, "seq_id", 1)
-    return await accept(self._ledger, Submission(f"{name}:{seq}", LOAD, name, seq, body))
+    return await accept(self._ledger, Submission(LOAD, name, seq, body))
 
   def _new_name(self, owner: str, session_id: Any, fields: Fields) -> str:
     """Returns the id of a model that a session gets."""
@@ -115,7 +115,7 @@ class TrainingRoutes:
     model_of(self._ledger, owner_of(http), name)
     if seq < 1:
       raise bad(f"seq_id must be at least 1, got {seq}", "seq_id")
-    request = Submission(f"{name}:{seq}", FORWARD_BACKWARD, name, seq, body)
+    request = Submission(FORWARD_BACKWARD, name, seq, body)
     try:
       await asyncio.to_thread(read_loss, message, self._base)
     except (ApiError, UserError) as error:
@@ -131,4 +131,4 @@ class TrainingRoutes:
     fields = Fields(body)
     name = model_of(self._ledger, owner_of(http), fields.take("model_id"))
     seq = number_of(fields, "seq_id", 1)
-    return await accept(self._ledger, Submission(f"{name}:{seq}", op, name, seq, body))
+    return await accept(self._ledger, Submission(op, name, seq, body))

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.requests import shown
-from gtpo_jax.tinker.routes.client_requests import Path, fields_of, owner_of
+from gtpo_jax.tinker.routes.client_requests import Endpoint, fields_of, owner_of
 from gtpo_jax.tinker.saved_weights import Saved, Store, describe_run
 
 
@@ -19,13 +19,13 @@ class WeightsRoutes:
 
   def __init__(self, store: Store):
     self._store = store
-    self.paths = [
-      Path("POST", "weights_info", self._weights_info),
-      Path("GET", "training_runs", self._runs),
-      Path("GET", "training_runs/{id}", self._run),
-      Path("GET", "training_runs/{id}/checkpoints", self._checkpoints),
-      Path("GET", "checkpoints", self._all_checkpoints),
-      Path("DELETE", "training_runs/{id}/checkpoints/{kind}/{name}", self._delete),
+    self.endpoints = [
+      Endpoint("POST", "weights_info", self._weights_info),
+      Endpoint("GET", "training_runs", self._runs),
+      Endpoint("GET", "training_runs/{id}", self._run),
+      Endpoint("GET", "training_runs/{id}/checkpoints", self._checkpoints),
+      Endpoint("GET", "checkpoints", self._all_checkpoints),
+      Endpoint("DELETE", "training_runs/{id}/checkpoints/{kind}/{name}", self._delete),
     ]
 
   async def _weights_info(self, http: HttpRequest) -> Response:
