@@ -83,7 +83,7 @@ def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: D
   texts = [""] * args.n
   engine = policy.engine
   buffer = engine.buffer([prompt], engine.completion_keys(jax.random.key(args.seed), 1, args.n))
-  text_of = lambda j: worker.decode([buffer.completion(0, j)])[0]
+  text_of = lambda j: worker.decode([buffer.at(0, j).ids])[0]
   chunks = engine.generate(
     policy.params,
     buffer,

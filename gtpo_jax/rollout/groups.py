@@ -82,7 +82,7 @@ class EndedCompletion(NamedTuple):
     episode: Episode | None = None,
   ) -> EndedCompletion:
     """Returns completion j of row i of a buffer; it has the index `first` + j in its group."""
-    tokens = buffer.completion(i, j)
+    tokens = buffer.at(i, j).ids
     return cls(problem, first + j, tokens, bool(buffer.finished[i, j]), episode)
 
 

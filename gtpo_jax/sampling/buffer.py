@@ -93,53 +93,9 @@ class CompletionBuffer:
     """
     return self.finished[at] | (self.present[at].sum(-1) >= self.limits[at])
 
-  def length(self, i: int, j: int) -> int:
-    """Returns the tokens so far of completion j of prompt i, those that were not drawn included."""
-    return int(self.present[i, j].sum())
-
-  def turn_begin(self, i: int, j: int) -> int:
-    """Returns how many tokens completion j of prompt i had when its latest turn began."""
-    read = np.flatnonzero(~self.mask[i, j, : self.length(i, j)])
-    return int(read[-1]) + 1 if read.size else 0
-
-  def tokens_of(self, i: int, j: int) -> Tokens:
-    """Returns what completion j of prompt i has."""
-    present = self.present[i, j]
-    return {name: getattr(self, name)[i, j, present] for name in self.of_tokens}
-
-  def replace(self, i: int, j: int, tokens: Tokens, finished: bool) -> None:
-    """Replaces the tokens of a completion that is not being sampled, in the form of `tokens_of`."""
-    length = len(tokens["tokens"])
-    for name, values in tokens.items():
-      row = getattr(self, name)[i, j]
-      row[:length] = values
-      row[length:] = self._nothing(name)
-    self.present[i, j] = np.arange(self.present.shape[2]) < length
-    self.finished[i, j] = finished
-
-  def _nothing(self, name: str) -> int:
-    """Returns what an array of tokens has where there is no token."""
-    if name == "routes":
-      return no_route(self.routes.dtype)
-    return self.pad if name == "tokens" else 0
-
-  def read(self, i: int, j: int, tokens: Sequence[int]) -> None:
-    """Adds tokens that were not drawn to a completion, so that it has another turn.
-
-    Raises:
-      ValueError: no token would be left for it.
-    """
-    length = self.length(i, j)
-    limit = int(self.limits[i, j])
-    end = length + len(tokens)
-    if not length < end < limit:
-      raise ValueError(
-        f"completion {j} of prompt {i} has {length} of {limit} tokens; from 1 to "
-        f"{limit - length - 1} can be added, got {len(tokens)}"
-      )
-    self.tokens[i, j, length:end] = tokens
-    self.present[i, j, length:end] = True
-    self.finished[i, j] = False
+  def at(self, i: int, j: int) -> BufferedCompletion:
+    """Returns completion j of prompt i."""
+    return BufferedCompletion(self, (i, j))
 
   def extend(self, other: CompletionBuffer) -> None:
     """Adds the rows of another buffer."""
@@ -158,10 +114,6 @@ class CompletionBuffer:
       self.routes[i] = completions.routes
       self.prompt_routes[i] = completions.prompts.routes
 
-  def completion(self, i: int, j: int) -> np.ndarray:
-    """Returns the tokens so far of completion j of prompt i, i32[length]."""
-    return self.tokens[i, j, self.present[i, j]]
-
   def rollouts(self, width: int) -> Rollouts:
     """Returns the completions with their prompts padded to `width`, in the same host arrays."""
     return Rollouts(
@@ -174,21 +126,6 @@ class CompletionBuffer:
       finished=self.finished,
       routes=self.routes,
     )
-
-  def request(self, i: int, j: int) -> Request | None:
-    """Returns the request for the next tokens of completion j of prompt i, which it is named by.
-
-    If its turn has tokens already, it goes on. None if these have a stop string: then it has ended.
-    """
-    begin = self.turn_begin(i, j)
-    length = self.length(i, j)
-    search = self.stop.search() if self.stop else None
-    if search and (end := search.add(self.tokens[i, j, begin:length].tolist())) is not None:
-      kept = {name: x[: begin + end] for name, x in self.tokens_of(i, j).items()}
-      self.replace(i, j, kept, finished=True)
-      return None
-    tokens = self.tokens[i, j, :length]
-    return Request(self.keys[i, j], int(self.limits[i, j]), tokens, search, name=(i, j))
 
   def write(self, progress: Progress, prompts: Sequence[int] = ()) -> list[Pair]:
     """Writes what requests got, which are named by pairs; returns those that have ended.
@@ -226,6 +163,87 @@ class CompletionBuffer:
       row = self.routes[i, j, : len(read)]
       is_context = ~self.mask[i, j, : len(read)]
       row[is_context] = read[is_context]
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferedCompletion:
+  """A completion of a buffer, which shares its arrays."""
+
+  buffer: CompletionBuffer
+  pair: Pair
+
+  @property
+  def length(self) -> int:
+    """The tokens so far, those that were not drawn included."""
+    return int(self.buffer.present[self.pair].sum())
+
+  @property
+  def ids(self) -> np.ndarray:
+    """The ids of the tokens so far, i32[length]."""
+    return self.buffer.tokens[self.pair][self.buffer.present[self.pair]]
+
+  @property
+  def turn_begin(self) -> int:
+    """How many tokens there were when the latest turn began."""
+    read = np.flatnonzero(~self.buffer.mask[self.pair][: self.length])
+    return int(read[-1]) + 1 if read.size else 0
+
+  @property
+  def tokens(self) -> Tokens:
+    """The tokens so far, with all that is known of them."""
+    buffer = self.buffer
+    present = buffer.present[self.pair]
+    return {name: getattr(buffer, name)[self.pair][present] for name in buffer.of_tokens}
+
+  def replace(self, tokens: Tokens, finished: bool) -> None:
+    """Replaces the tokens; the completion is not being sampled."""
+    buffer = self.buffer
+    nothing = {"tokens": buffer.pad}
+    if buffer.routes is not None:
+      nothing["routes"] = no_route(buffer.routes.dtype)
+    length = len(tokens["tokens"])
+    for name, values in tokens.items():
+      row = getattr(buffer, name)[self.pair]
+      row[:length] = values
+      row[length:] = nothing.get(name, 0)
+    buffer.present[self.pair] = np.arange(buffer.present.shape[2]) < length
+    buffer.finished[self.pair] = finished
+
+  def read(self, tokens: Sequence[int]) -> None:
+    """Adds tokens that were not drawn, so that the completion has another turn.
+
+    Raises:
+      ValueError: no token would be left for it.
+    """
+    i, j = self.pair
+    buffer = self.buffer
+    length = self.length
+    limit = int(buffer.limits[i, j])
+    end = length + len(tokens)
+    if not length < end < limit:
+      raise ValueError(
+        f"completion {j} of prompt {i} has {length} of {limit} tokens; from 1 to "
+        f"{limit - length - 1} can be added, got {len(tokens)}"
+      )
+    buffer.tokens[i, j, length:end] = tokens
+    buffer.present[i, j, length:end] = True
+    buffer.finished[i, j] = False
+
+  def request(self) -> Request | None:
+    """Returns the request for the next tokens, which is named by the (row, index).
+
+    If its turn has tokens already, it goes on. None if these have a stop string: then it has ended.
+    """
+    buffer = self.buffer
+    begin = self.turn_begin
+    ids = self.ids
+    search = buffer.stop.search() if buffer.stop else None
+    if search and (end := search.add(ids[begin:].tolist())) is not None:
+      kept = {name: x[: begin + end] for name, x in self.tokens.items()}
+      self.replace(kept, finished=True)
+      return None
+    key, limit = buffer.keys[self.pair], int(buffer.limits[self.pair])
+    return Request(key, limit, ids, search, name=self.pair)
 
 
 _FROM_CHUNK = ("tokens", "log_probs", "entropy", "drawn_log_probs", "plain_log_probs")

@@ -295,7 +295,7 @@ class BufferSession:
     had_ended = []
     for i in range(len(self._prompts), len(buffer.prompts)):
       ended = buffer.ended(i).tolist()
-      row = [None if done else buffer.request(i, j) for j, done in enumerate(ended)]
+      row = [None if done else buffer.at(i, j).request() for j, done in enumerate(ended)]
       had_ended += [(i, j) for j, request in enumerate(row) if request is None]
       requests = [request for request in row if request]
       self._prompts.append(self._session.submit(buffer.prompts[i], requests))

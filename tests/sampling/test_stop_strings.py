@@ -300,5 +300,5 @@ def test_a_match_in_restored_tokens_ends_a_completion(chats, stop_strings):
     x[0, 0, : len(ids)] = True
   for _ in engine.generate(layout, buffer, sampling_params=SamplingParams()):
     pass
-  assert buffer.completion(0, 0).tolist() == ids[:3] and buffer.finished.all()
+  assert buffer.at(0, 0).ids.tolist() == ids[:3] and buffer.finished.all()
   assert buffer.mask.sum() == 3

@@ -32,7 +32,7 @@ PARAMS = SamplingParams()
 
 def answer(buffer, i, j):
   """An environment that depends on what was drawn: appends tokens, or ends the completion."""
-  turns = np.split(buffer.completion(i, j), np.flatnonzero(np.diff(buffer.mask[i, j].astype(int))))
+  turns = np.split(buffer.at(i, j).ids, np.flatnonzero(np.diff(buffer.mask[i, j].astype(int))))
   left = buffer.limits[i, j] - buffer.present[i, j].sum()
   drawn = buffer.tokens[i, j][buffer.mask[i, j]]
   tokens = [13 + (int(drawn.sum()) + k) % 30 for k in range(1 + int(drawn[-1] + len(drawn)) % 3)]
@@ -79,8 +79,8 @@ def next_turn(buffer, i, j, playing):
   if tokens is None:
     playing.discard((i, j))
     return None
-  buffer.read(i, j, tokens)
-  return buffer.request(i, j)
+  buffer.at(i, j).read(tokens)
+  return buffer.at(i, j).request()
 
 
 def one_by_one(built, i, j):
@@ -94,7 +94,7 @@ def one_by_one(built, i, j):
     tokens = answer(buffer, 0, 0)
     if tokens is None:
       return buffer
-    buffer.read(0, 0, tokens)
+    buffer.at(0, 0).read(tokens)
 
 
 @functools.cache
@@ -160,7 +160,7 @@ def test_requests_that_are_cancelled_leave_and_others_stay(attention):
   programs = engine.programs
   scheduler = programs.sizes.scheduler(*buffer.finished.shape)
   session = Session(programs, layout, scheduler, Pace(4), PARAMS, max(map(len, RAGGED_PROMPTS)))
-  rows = [[buffer.request(i, j) for j in range(GROUP)] for i in range(len(RAGGED_PROMPTS))]
+  rows = [[buffer.at(i, j).request() for j in range(GROUP)] for i in range(len(RAGGED_PROMPTS))]
   numbers = list(map(session.submit, buffer.prompts, rows))
   ended = buffer.write(session.step())
   left = [x for row in rows for x in row if x.name not in ended]
@@ -233,7 +233,7 @@ def draw(buffer, tokens, stopped=False):
   column = lambda dtype: np.ones((len(tokens), 1), dtype)
   floats = [column(np.float32) for _ in range(4)]
   chunk = Chunk(np.asarray(tokens)[:, None], column(bool), *floats, np.asarray([stopped]))
-  request = buffer.request(0, 0)
+  request = buffer.at(0, 0).request()
   counts, finished = up_to_stop_strings([request], chunk)
   ended = finished | (len(request.tokens) + counts >= request.limit)
   buffer.write(Progress([request], buffer.lengths[0], counts, finished, ended, chunk, []))
@@ -248,13 +248,13 @@ def test_a_buffer_refuses_what_does_not_fit():
   assert buffer.ended().all()
   for tokens in ([], [5] * 8, [5] * 9):
     with pytest.raises(ValueError, match="has 4 of 12 tokens; from 1 to 7 can be added"):
-      buffer.read(0, 0, tokens)
-  buffer.read(0, 0, [5] * 7)
+      buffer.at(0, 0).read(tokens)
+  buffer.at(0, 0).read([5] * 7)
   assert not buffer.ended().any() and buffer.mask.sum() == 4 and buffer.present.sum() == 11
   draw(buffer, [6])
   assert buffer.ended().all() and not buffer.finished.any()  # its turn was cut off at the limit
   with pytest.raises(ValueError, match="from 1 to -1 can"):
-    buffer.read(0, 0, [5])
+    buffer.at(0, 0).read([5])
 
 
 def test_stop_strings_are_found_in_turns_only():
@@ -262,11 +262,11 @@ def test_stop_strings_are_found_in_turns_only():
   one, two = encode("12 END"), encode("a < b")
   assert draw(buffer, [*one, *encode("3")]) == len(one)  # nothing is drawn after a match
   assert buffer.ended().all()
-  buffer.read(0, 0, encode("END << <"))
+  buffer.at(0, 0).read(encode("END << <"))
   assert not buffer.ended().any()
   assert draw(buffer, encode("< b")) == len(encode("< b"))  # the observation's < is not its first
   assert draw(buffer, [STOP[0]], stopped=True) == 1
-  buffer.read(0, 0, encode(" EN"))
+  buffer.at(0, 0).read(encode(" EN"))
   assert draw(buffer, encode("D")) == len(encode("D"))
   assert not buffer.ended().any()
   assert draw(buffer, [*two, *encode("<<")]) == len(two) + len(encode("<<"))
@@ -277,7 +277,7 @@ def test_a_turn_that_is_searched_again_begins_after_the_observation():
   """A buffer may be made from tokens that another one has got: nothing was searched there."""
   buffer, encode = small_buffer(("END",), limit=60)
   draw(buffer, [*encode("1"), STOP[0]], stopped=True)
-  buffer.read(0, 0, encode("END"))
+  buffer.at(0, 0).read(encode("END"))
   copied, _ = small_buffer(("END",), limit=60)
   copied.tokens[:] = buffer.tokens
   copied.present[:] = buffer.present

@@ -224,8 +224,8 @@ def test_completions_that_go_on_keep_their_choices_and_context_gets_those_of_its
   assert not buffer.ended().all()
   before = buffer.routes.copy()
   pairs = np.ndindex(4, G)
-  turned = next(x for x in pairs if buffer.finished[x] and buffer.length(*x) < T - 3)
-  buffer.read(*turned, [9, 5])
+  turned = next(x for x in pairs if buffer.finished[x] and buffer.at(*x).length < T - 3)
+  buffer.at(*turned).read([9, 5])
   for _ in engine.generate(layout, buffer, sampling_params=SamplingParams()):
     pass
   was = before[..., :1, :1] != 255

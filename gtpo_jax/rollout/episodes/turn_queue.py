@@ -139,10 +139,10 @@ class TurnQueue:
     """Passes the turn of a completion on to its episode."""
     if self._agent_rows and not self._agent_rows[i, j]:  # it waits for the first request
       return
-    buffer = self._buffer
-    turn = {name: x[buffer.turn_begin(i, j) :] for name, x in buffer.tokens_of(i, j).items()}
-    left = int(buffer.limits[i, j]) - buffer.length(i, j)
-    finished = bool(buffer.finished[i, j])
+    completion = self._buffer.at(i, j)
+    turn = {name: x[completion.turn_begin :] for name, x in completion.tokens.items()}
+    left = int(self._buffer.limits[i, j]) - completion.length
+    finished = bool(self._buffer.finished[i, j])
     log_probs = turn["plain_log_probs"].tolist()
     self._episodes.answer(
       self._groups[i], j, Drawn(turn["tokens"].tolist(), finished, left, log_probs)
@@ -171,16 +171,16 @@ class TurnQueue:
     self, i: int, j: int, tokens: list[int], number: int, limit: int | None, stop: Sequence[str]
   ) -> Request:
     """Returns the request for the next turn of a completion; for the arguments, see `Ask`."""
-    buffer = self._buffer
+    completion = self._buffer.at(i, j)
     if limit is None:  # of an environment
-      buffer.read(i, j, tokens)
-      return buffer.request(i, j)
+      completion.read(tokens)
+      return completion.request()
     key = self._agent_rows[i, j].turn_to(number, tokens)
-    buffer.limits[i, j] = buffer.length(i, j) + len(tokens) + limit
-    buffer.read(i, j, tokens)
+    self._buffer.limits[i, j] = completion.length + len(tokens) + limit
+    completion.read(tokens)
     strings = new_search(self._chat, stop)
     search = strings.search() if strings else None
-    return dataclasses.replace(buffer.request(i, j), key=key, search=search)
+    return dataclasses.replace(completion.request(), key=key, search=search)
 
 
 @dataclasses.dataclass
@@ -219,7 +219,7 @@ class _AgentRow(list[_Conversation]):
       key = conversation_key(self._buffer.keys[self._at], tokens, twins)
       nothing = {name: getattr(self._buffer, name)[0, 0, :0] for name in self._buffer.of_tokens}
       self.append(_Conversation(tokens, key, nothing))
-    self._buffer.replace(*self._at, self[number].tokens, finished=False)
+    self._buffer.at(*self._at).replace(self[number].tokens, finished=False)
     self[number].tokens = None
     return self[number].key
 
@@ -233,13 +233,13 @@ class _AgentRow(list[_Conversation]):
       ends = np.cumsum([len(x["tokens"]) for x in parts])
       self._buffer.begins[(*self._at, slice(1, len(parts)))] = ends[:-1]
       self._buffer.limits[self._at] = ends[-1]
-      self._buffer.replace(*self._at, joined, finished)
+      self._buffer.at(*self._at).replace(joined, finished)
 
   def _put_away(self) -> None:
     """Takes the conversation out of the row."""
     for conversation in self:
       if conversation.tokens is None:
-        conversation.tokens = self._buffer.tokens_of(*self._at)
+        conversation.tokens = self._buffer.at(*self._at).tokens
 
 
 def conversation_key(episode: np.ndarray, tokens: Sequence[int], twins: int) -> np.ndarray:
