@@ -324,15 +324,12 @@ class Sampler:
     """Submits jobs, as soon as the generator has space."""
     completions = [job for job in jobs if isinstance(job, Completion)]
     scores = [job for job in jobs if isinstance(job, ScoreJob)]
-    while self._is_wanted(request):
+    while self._ledger.submissions.is_wanted(request.id):
       try:
         self._generator.submit(completions, scores)
         return
       except Full:
         time.sleep(RETRY_S)
-
-  def _is_wanted(self, request: Submission) -> bool:
-    return self._ledger.submissions.is_wanted(request.id)
 
   def _record(self, request: Submission, pending: Pending) -> None:
     self._pending.pop(request.id, None)
