@@ -27,6 +27,7 @@ from gtpo_jax.models.attention.rope_scaling import Llama3Scaling, Yarn
 from gtpo_jax.models.params import Params
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import SamplingParams
 
 ROOT = Path(__file__).parents[1]
@@ -328,7 +329,7 @@ def _greedy(
   model: Transformer, params: Params, prompts: list[list[int]], stop: tuple[int, ...]
 ) -> list[list[int]]:
   """Returns the greedy completions, each up to its first stop token, which it includes."""
-  engine = Engine(model, stop, 0, max(map(len, prompts)), TOKENS)
+  engine = Engine(ProgramSettings(model, stop, 0, max(map(len, prompts)), TOKENS))
   rollouts = engine.sample(
     engine.layout(params),
     prompts,

@@ -39,6 +39,7 @@ from gtpo_jax.models import Transformer
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 
@@ -51,14 +52,15 @@ def ours(
   """
   prepare_devices()
   model = Transformer(floors.workload_model(args), make_mesh())
-  engine = Engine(
+  settings = ProgramSettings(
     model,
     stop=(),
     pad=0,
     max_prompt_tokens=args.prompt_len,
     max_tokens=args.longest,
-    engine_config=EngineConfig(slots=args.slots),
+    config=EngineConfig(slots=args.slots),
   )
+  engine = Engine(settings)
   params = engine.layout(floors.workload_params(args, model))
   limits = lengths.reshape(len(prompts), args.group)
 

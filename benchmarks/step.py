@@ -37,6 +37,7 @@ from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.runtime.resource_limits import return_freed_memory
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.training.head_chunk import default_chunk
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
@@ -84,9 +85,10 @@ def run_steps(
   optimizer = make_optimizer(OptimizerConfig(), args.steps)
   update = make_update(model, algorithms.make(args.algorithm), optimizer)
   # Without stop tokens, every completion has the same length.
-  engine = Engine(
+  settings = ProgramSettings(
     model, stop=(), pad=0, max_prompt_tokens=args.prompt_len, max_tokens=args.response_len
   )
+  engine = Engine(settings)
   state = init_state(floors.workload_params(args, model), optimizer, model)
   rng = np.random.default_rng(0)
   seconds = []

@@ -35,7 +35,7 @@ from gtpo_jax.runtime.mesh import (
 )
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.inventory import Signature, Workload, count_kinds, reachable
-from gtpo_jax.sampling.programs import Programs, abstract_decode_params
+from gtpo_jax.sampling.programs import Programs, ProgramSettings, abstract_decode_params
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
 from gtpo_jax.training.log_probs import make_scorer
 from gtpo_jax.training.state import abstract_state, make_optimizer
@@ -95,15 +95,16 @@ def build_engine(config: Config, model: Transformer, teacher: Transformer | None
   """
   device = model.mesh.devices.flat[0]
   chip = Chip(host_memory() // model.mesh.size) if device.platform == "cpu" else chip_of(device)
-  return Engine(
+  settings = ProgramSettings(
     model,
     stop=[0],
     pad=0,
     max_prompt_tokens=config.data.max_prompt_tokens,
     max_tokens=config.sampling.max_tokens,
-    engine_config=config.engine_config,
+    config=config.engine_config,
     demand=run_demand(config, model, chip and chip.usable_memory, teacher=teacher),
   )
+  return Engine(settings)
 
 
 class RunPrograms:

@@ -28,6 +28,7 @@ from gtpo_jax.runtime.distributed import least_of_processes
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import Demand
 from gtpo_jax.sampling.stop_strings import StopStrings
 
@@ -122,7 +123,7 @@ class RolloutWorker:
       model: an architecture that shares the tokenizer.
       vocab_limit: only token ids below this are sampled; None for the model's vocabulary.
     """
-    return Engine(
+    settings = ProgramSettings(
       model,
       self.chat.stop,
       self.chat.pad,
@@ -131,8 +132,8 @@ class RolloutWorker:
       vocab_limit,
       self._engine_config,
       self._demand,
-      self.stop_strings,
     )
+    return Engine(settings, self.stop_strings)
 
   def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
     """Returns the texts of completions, each cut before its first stop string.

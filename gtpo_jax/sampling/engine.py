@@ -26,7 +26,7 @@ from gtpo_jax.sampling.paged.programs import PagedPrograms
 from gtpo_jax.sampling.prefill.batches import pad_prompts
 from gtpo_jax.sampling.programs import KEYS_AT_ONCE, Programs, ProgramSettings
 from gtpo_jax.sampling.session import Pace, Request, Session
-from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.sampling.spans import Span
 from gtpo_jax.sampling.stop_strings import StopStrings
 
@@ -34,7 +34,6 @@ from gtpo_jax.sampling.stop_strings import StopStrings
 SHARED_PROGRAMS = 6
 MIN_TRITON_HEAD_DIM = 16  # the smallest matrix that a tensor core multiplies
 MIN_TRITON_CAPABILITY = (8, 0)  # Ampere
-DEFAULT_DEMAND = Demand()
 MAX_SPANS = 4096
 
 
@@ -54,49 +53,22 @@ class Engine:
     spans: when the latest chunks were prefilled and decoded, by `time.perf_counter`.
   """
 
-  def __init__(
-    self,
-    model: Transformer,
-    stop: Sequence[int],
-    pad: int,
-    max_prompt_tokens: int,
-    max_tokens: int,
-    vocab_limit: int | None = None,
-    engine_config: EngineConfig | None = None,
-    demand: Demand = DEFAULT_DEMAND,
-    stop_strings: StopStrings | None = None,
-  ):
+  def __init__(self, settings: ProgramSettings, stop_strings: StopStrings | None = None):
     """Prepares the programs; they compile on their first use.
 
     Args:
-      model: the trained model, LoRA adapters included, on the training mesh.
-      stop: token ids that end a completion.
-      pad: the padding id.
-      max_prompt_tokens: the most tokens of a prompt.
-      max_tokens: the most tokens of a completion.
-      vocab_limit: only token ids below this are sampled; None for the full vocabulary.
-      engine_config: slots, chunk, cache format and kernel; None for the platform's defaults.
-      demand: the batches that will be sampled, if known.
+      settings: the model, its tokens and limits, and how the engine runs.
       stop_strings: strings that end a completion, found on the host after each chunk; None for
         none.
 
     Raises:
       UserError: the attention kernel does not support this platform or head width.
     """
-    self.programs = make_programs(
-      model,
-      tuple(sorted(stop)),
-      pad,
-      max_prompt_tokens,
-      max_tokens,
-      vocab_limit,
-      engine_config or EngineConfig(),
-      demand,
-    )
+    self.programs = make_programs(settings._replace(stop=tuple(sorted(settings.stop))))
     self.model = self.programs.model
-    self.pad = pad
-    self.max_prompt_tokens = max_prompt_tokens
-    self.max_tokens = max_tokens
+    self.pad = settings.pad
+    self.max_prompt_tokens = settings.max_prompt_tokens
+    self.max_tokens = settings.max_tokens
     self._stop_strings = stop_strings
     self.statistics: dict[str, float] = {}
     self.spans: collections.deque[Span] = collections.deque(maxlen=MAX_SPANS)
@@ -303,21 +275,14 @@ class BufferSession:
 
 
 @functools.lru_cache(maxsize=SHARED_PROGRAMS)
-def make_programs(
-  model: Transformer,
-  stop: tuple[int, ...],
-  pad: int,
-  max_prompt_tokens: int,
-  max_tokens: int,
-  vocab_limit: int | None,
-  config: EngineConfig,
-  demand: Demand,
-) -> Programs:
-  """Returns the programs of an engine; engines with equal arguments share them.
+def make_programs(settings: ProgramSettings) -> Programs:
+  """Returns the programs of an engine; engines with equal settings share them.
 
   Raises:
     UserError: the attention kernel does not support this platform or head width.
   """
+  model = settings.model
+  config = settings.config
   c = model.config
   device = model.mesh.devices.flat[0]
   refusal = triton_refusal(compute_capability(device), c.head_dim)
@@ -331,11 +296,7 @@ def make_programs(
   if config.attention == "triton" and refusal:
     raise UserError(f"sampling.attention = 'triton' needs {refusal}; set it to 'xla'")
   make = DensePrograms if config.attention == "xla" else PagedPrograms
-  return make(
-    ProgramSettings(
-      model, on_sampling_mesh, stop, pad, max_prompt_tokens, max_tokens, vocab_limit, config, demand
-    )
-  )
+  return make(settings._replace(config=config), on_sampling_mesh)
 
 
 def triton_refusal(capability: tuple[int, int] | None, head_dim: int) -> str:

@@ -41,26 +41,24 @@ class ProgramSettings(NamedTuple):
   """What the programs of an engine are made for.
 
   Attributes:
-    trained: the trained model, LoRA adapters included, on the training mesh.
-    model: the same on the sampling mesh, without adapters.
+    model: the trained model, LoRA adapters included, on the training mesh.
     stop: token ids that end a completion.
     pad: the padding id.
     max_prompt_tokens: the most tokens of a prompt.
     max_tokens: the most tokens of a completion.
     vocab_limit: only token ids below this are sampled; None for the full vocabulary.
-    config: the engine's settings, resolved for the platform.
-    demand: the batches that will be sampled.
+    config: slots, chunk, cache format and kernel; what is unset follows the platform.
+    demand: the batches that will be sampled, if known.
   """
 
-  trained: Transformer
   model: Transformer
-  stop: tuple[int, ...]
+  stop: Sequence[int]
   pad: int
   max_prompt_tokens: int
   max_tokens: int
-  vocab_limit: int | None
-  config: EngineConfig
-  demand: Demand
+  vocab_limit: int | None = None
+  config: EngineConfig = EngineConfig()
+  demand: Demand = Demand()
 
 
 class CacheSizes(abc.ABC):
@@ -80,15 +78,16 @@ class CacheSizes(abc.ABC):
   longest_at_once: int
   widths: dict[Part, list[int]]
 
-  def __init__(self, settings: ProgramSettings):
+  def __init__(self, settings: ProgramSettings, model: Transformer):
     """Args:
-    settings: what the programs are made for.
+    settings: what the programs are made for, resolved for the platform.
+    model: the architecture on the sampling mesh, without adapters.
     """
-    self.model = settings.model
+    self.model = model
     self.config = settings.config
-    self.shards = batch_shards(self.model.mesh)
+    self.shards = batch_shards(model.mesh)
     self.chunk = min(self.config.chunk, settings.max_tokens)
-    platform = self.model.mesh.devices.flat[0].platform
+    platform = model.mesh.devices.flat[0].platform
     self.most_slots = self.config.most_slots(platform, self.shards)
 
   @abc.abstractmethod
@@ -148,11 +147,11 @@ class Programs(abc.ABC):
     """Prepares the programs.
 
     Args:
-      settings: what they are made for.
+      settings: what they are made for, resolved for the platform.
       cache: the device functions of the cache.
       sizes: how much the cache holds.
     """
-    model = settings.model
+    model = sizes.model
     self.model = model
     self.cache = cache
     self.sizes = sizes
@@ -163,7 +162,7 @@ class Programs(abc.ABC):
     self.stop = np.asarray(sorted(settings.stop), np.int32)
     self.pad = settings.pad
 
-    self.layout = jax.jit(functools.partial(_decode_params, settings.trained, model))
+    self.layout = jax.jit(functools.partial(_decode_params, settings.model, model))
     self.derive_keys = jax.jit(_derive_keys)
     decoder = Decoder(model, cache, self.chunk, settings.vocab_limit)
     decode = functools.partial(decode_chunk, decoder)

@@ -14,6 +14,7 @@ from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.families import FAMILIES
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import SamplingParams
 
 TINY = {
@@ -140,10 +141,10 @@ def torch_greedy(model, prompts, count, stop=None):
   return np.pad(out, ((0, 0), (0, count - out.shape[1])))
 
 
-def our_greedy(model, params, prompts, count, stop=(), engine_config=None):
+def our_greedy(model, params, prompts, count, stop=(), **settings):
   # Prompts are padded beyond the longest one, because padding must not matter.
   longest = max(map(len, prompts)) + 3
-  engine = Engine(model, stop, 0, longest, count, engine_config=engine_config)
+  engine = Engine(ProgramSettings(model, stop, 0, longest, count, **settings))
   rollouts = engine.sample(
     engine.layout(params),
     prompts,

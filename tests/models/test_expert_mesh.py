@@ -19,6 +19,7 @@ from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.training.gradient import FrozenParams, Minibatch, UpdateSettings, make_gradient
 from gtpo_jax.training.packing import plan_rows
@@ -40,7 +41,8 @@ def built(mesh, quantize=""):
   """The model, its parameters, and an engine on a mesh; the parameters are the same on each."""
   model, params = strong(CONFIG, mesh, 3)
   config = EngineConfig(chunk=4, weights_dtype=quantize)
-  return model, params, Engine(model, (7, 11, 13, 17), 3, 6, T, engine_config=config)
+  settings = ProgramSettings(model, (7, 11, 13, 17), 3, 6, T, config=config)
+  return model, params, Engine(settings)
 
 
 @functools.cache

@@ -136,7 +136,7 @@ def test_sixty_four_greedy_tokens_equal_generate(name, attention):
   want = torch_greedy(reference, PROMPTS, 64)
   assert len(np.unique(want)) > 5  # the text is not one repeated token
   config = EngineConfig(attention=attention, **({} if attention == "xla" else {"page_size": 16}))
-  got = our_greedy(*load(folder, "float32"), PROMPTS, 64, engine_config=config)
+  got = our_greedy(*load(folder, "float32"), PROMPTS, 64, config=config)
   np.testing.assert_array_equal(got, want)
 
 

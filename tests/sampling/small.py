@@ -8,9 +8,11 @@ from scores import jitted_score
 from toys import TOY, strong
 
 from gtpo_jax.runtime.mesh import shard_batch
-from gtpo_jax.sampling.engine import DEFAULT_DEMAND, Engine
-from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
+from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.programs import ProgramSettings
+from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
 
+DEFAULT_DEMAND = Demand()
 CONFIG = TOY
 ENGINE_CONFIG = EngineConfig(chunk=4)
 STOP = (7, 11)
@@ -39,16 +41,10 @@ def build(
   its programs.
   """
   model, params = strong(config, mesh, logit_scale)
-  engine = Engine(
-    model,
-    stop,
-    PAD,
-    max_prompt_tokens,
-    max_tokens,
-    engine_config=engine_config,
-    stop_strings=stop_strings,
-    demand=demand,
+  settings = ProgramSettings(
+    model, stop, PAD, max_prompt_tokens, max_tokens, config=engine_config, demand=demand
   )
+  engine = Engine(settings, stop_strings)
   return params, engine, engine.layout(params)
 
 

@@ -18,7 +18,6 @@ from small import (
 
 from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.runtime.fields import AUTO
-from gtpo_jax.sampling.engine import DEFAULT_DEMAND
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
 from gtpo_jax.sampling.settings import Demand, EngineConfig
 
@@ -97,7 +96,7 @@ def test_completions_that_wait_for_pages_are_the_same(fraction):
   )
   wide = dataclasses.replace(CONFIG, head_dim=16)
   arguments = {"max_tokens": 60, "stop": (7,), "config": wide}
-  demand = DEFAULT_DEMAND
+  demand = Demand()
   if fraction == AUTO:
     programs = build(**arguments, engine_config=config)[1].programs
     beside = decode_bytes(programs.model) + temporary_bytes(programs.model, 10, programs.sizes.pool)

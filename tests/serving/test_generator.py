@@ -16,6 +16,7 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.dense.state_shapes import StateShapes
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import Demand, EngineConfig
 from gtpo_jax.serving.generator import Full, Generator
 from gtpo_jax.serving.jobs import Completion, ScoreJob
@@ -34,7 +35,7 @@ def make_engine(attention="", mesh=None, slots=16, memory=None):
   model, params = strong(CONFIG, mesh)
   config = EngineConfig(slots=slots, chunk=4, attention=attention, page_size=16)
   demand = Demand(memory=memory, serves=True)
-  engine = Engine(model, STOP, 3, 24, 40, engine_config=config, demand=demand)
+  engine = Engine(ProgramSettings(model, STOP, 3, 24, 40, config=config, demand=demand))
   return engine, engine.layout(params)
 
 

@@ -17,6 +17,7 @@ from gtpo_jax.models.experts import module
 from gtpo_jax.models.experts.routing import no_route, route
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.training.gradient import FrozenParams, Minibatch, balance_of, make_gradient
 from gtpo_jax.training.log_probs import Reading, head_settings, score_with_routers
@@ -39,7 +40,7 @@ def sampled(attention="xla"):
   params = jax.tree.map(lambda x: 4 * x, init_params(model_of(), jax.random.key(0)))
   paged = {} if attention == "xla" else {"page_size": 16}
   config = EngineConfig(chunk=4, attention=attention, **paged)
-  engine = Engine(model_of(), STOP, PAD, 6, T, engine_config=config)
+  engine = Engine(ProgramSettings(model_of(), STOP, PAD, 6, T, config=config))
   rollouts = engine.sample(
     engine.layout(params), PROMPTS, jax.random.key(4), group=G, sampling_params=SamplingParams()
   )

@@ -49,10 +49,10 @@ class DenseSizes(CacheSizes):
     """Chooses the sizes.
 
     Args:
-      settings: what the programs are made for.
+      settings: what the programs are made for, resolved for the platform.
       cache: the device functions of the cache.
     """
-    super().__init__(settings)
+    super().__init__(settings, cache.model)
     config = self.model.config
     longest_prompt = min(settings.max_prompt_tokens, config.max_length)
     widths, lengths = array_lengths(longest_prompt), array_lengths(settings.max_tokens)

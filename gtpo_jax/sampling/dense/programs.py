@@ -16,6 +16,7 @@ import numpy as np
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.decode import DecodeParams
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, States
 from gtpo_jax.sampling.chunk import insert_rows, prefill_rows
 from gtpo_jax.sampling.dense.cache import DenseCache, DenseKV
@@ -44,9 +45,8 @@ class DensePrograms(Programs):
   sizes: DenseSizes
   copies_prompts = True
 
-  def __init__(self, settings: ProgramSettings):
-    """Prepares the programs."""
-    model = settings.model
+  def __init__(self, settings: ProgramSettings, model: Transformer):
+    """Prepares the programs; see `CacheSizes` for the arguments."""
     cache = DenseCache(model, settings.config.kv_dtype)
     super().__init__(settings, cache, DenseSizes(settings, cache))
     self.static_temperature = self.sizes.on_cpu

@@ -44,10 +44,10 @@ class PagedSizes(CacheSizes):
     """Chooses the sizes.
 
     Args:
-      settings: what the programs are made for.
+      settings: what the programs are made for, resolved for the platform.
       cache: the device functions of the cache.
     """
-    super().__init__(settings)
+    super().__init__(settings, cache.model)
     config = settings.config
     page = config.page_size
     self._cache = cache

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, head_axis
 from gtpo_jax.sampling.chunk import read_rows
 from gtpo_jax.sampling.inventory import Program, Workload
@@ -45,9 +46,8 @@ class PagedPrograms(Programs):
   cache: PagedCache
   sizes: PagedSizes
 
-  def __init__(self, settings: ProgramSettings):
-    """Prepares the programs."""
-    model = settings.model
+  def __init__(self, settings: ProgramSettings, model: Transformer):
+    """Prepares the programs; see `CacheSizes` for the arguments."""
     config = settings.config
     cache = PagedCache(model, config.kv_dtype, config.page_size, config.attention)
     super().__init__(settings, cache, PagedSizes(settings, cache))

@@ -19,6 +19,7 @@ from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -89,7 +90,7 @@ def decode_errors(dtype, mesh):
   """The differences between the log-probs of the sampler and those of the trainer."""
   model = model_of(dtype, mesh)
   params = params_on(model)
-  engine = Engine(model, stop=(), pad=0, max_prompt_tokens=P, max_tokens=T)
+  engine = Engine(ProgramSettings(model, stop=(), pad=0, max_prompt_tokens=P, max_tokens=T))
   sampled = engine.sample(
     engine.layout(params),
     PROMPTS.tolist(),
