@@ -18,7 +18,7 @@ def compile_with_peak(
 
   Args:
     lowered: the program.
-    arguments: those of its abstract arguments that are in device memory.
+    arguments: its abstract arguments that are in device memory.
 
   Returns:
     The peak bytes on one device, including the arguments, and the program. If compilation fails for

@@ -110,7 +110,7 @@ class Trial(NamedTuple):
 def _search(
   config: Config, devices: Sequence[jax.Device], chip: Chip, waiting: Waiting
 ) -> list[Trial]:
-  """Compiles changes until one fits, and returns those that were compiled.
+  """Compiles changes until one fits, and returns what was compiled.
 
   The fastest ones that are estimated to fit come first. If none of them does, the combination of
   all levers that needs least memory is compiled too, so that a run is said not to fit only if that
@@ -193,7 +193,7 @@ def measure(
 
   Args:
     config: the config of the run.
-    run: its programs; those that are compiled already are not compiled again.
+    run: its programs; none is compiled twice.
     chip: the kind of device.
     waiting: as in `plan`.
 

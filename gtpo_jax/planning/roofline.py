@@ -76,7 +76,7 @@ def sample_seconds(
 
   Each decode step reads the weights and all cached keys and values within the windows of their
   layers, and the states of gated delta nets. Weights are replicated over data and fsdp and sharded
-  over tensor, those of experts over expert too, and all experts are read. `slots` completions are
+  over tensor, experts' over expert too, and all experts are read. `slots` completions are
   decoded at once over all devices.
   """
   shards = mesh["data"] * mesh["expert"] * mesh["fsdp"]

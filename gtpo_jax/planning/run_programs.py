@@ -91,7 +91,7 @@ def with_choices(config: Config, devices: list[Any]) -> Config:
 def build_engine(config: Config, model: Transformer, teacher: Transformer | None = None) -> Engine:
   """Returns the run's engine. Its stop tokens are arbitrary: they do not change the programs.
 
-  Its keys and values take the memory of the chips; on a CPU, that of this machine.
+  Its keys and values take the memory of the chips; on a CPU, of this machine.
   """
   device = model.mesh.devices.flat[0]
   chip = Chip(host_memory() // model.mesh.size) if device.platform == "cpu" else chip_of(device)
@@ -113,7 +113,7 @@ class RunPrograms:
   A program is compiled once, however often it is asked for.
 
   Attributes:
-    config: that of the run, with what "auto" stands for on these devices.
+    config: of the run, with what "auto" stands for on these devices.
     model: the run's model, on its mesh.
     optimizer: the run's optimizer.
     state: the shapes of its state.
@@ -253,7 +253,7 @@ class RunPrograms:
     for name, model, read in scorers:
       scorer = make_scorer(model, config.sampling.temperature, batch.parts, batch.head_chunk)
       resident = self.frozen + bytes_per_device((self.state.opt_state, self._decode_params))
-      # The policy's parameters are in memory too; the program counts those that it reads.
+      # The policy's parameters are in memory too; the program counts what it reads.
       resident += bytes_per_device(params) - bytes_per_device(read)
       arguments = (read, rollouts.for_teacher if name == "teacher" else rollouts)
       lower = functools.partial(scorer.lower, *arguments)

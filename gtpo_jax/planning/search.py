@@ -225,7 +225,7 @@ def _seconds(
   share = lambda size: (size - 1) / size
   trained = 0 if c.lora.rank else 4
   shards = expert * fsdp * context
-  dense = weights - c.expert_params / tensor  # that of experts is not gathered over their shards
+  dense = weights - c.expert_params / tensor  # experts' is not gathered over their shards
   kv = 2 * c.kv_heads * c.head_dim * len(c.attention_kinds)
   sent = [  # (devices of a group, bytes)
     # Weights are gathered for the forward pass and for recomputation; their gradient is scattered.

@@ -37,9 +37,9 @@ class CompletionBuffer:
   plain_log_probs: np.ndarray  # f32[n, g, t], nats, at temperature 1
   finished: np.ndarray  # bool[n, g], whether a stop token or string ended the latest turn
   pad: int  # the padding id
-  stop: StopStrings | None  # those of every turn
+  stop: StopStrings | None  # of every turn
   begins: np.ndarray | None = None  # i32[n, g, c], as in `Rollouts`; the caller sets it
-  # As in `Rollouts`, and those of prompts [n, p, ...], padded on the left; None without experts.
+  # As in `Rollouts`, and of prompts [n, p, ...], padded on the left; None without experts.
   routes: np.ndarray | None = None
   prompt_routes: np.ndarray | None = None
 
@@ -55,7 +55,7 @@ class CompletionBuffer:
     routes: RouteShape | None = None,
     prompt_width: int = 0,
   ) -> CompletionBuffer:
-    """Returns a buffer without tokens, [n, g, t]; with `routes`, it has those of prompts too."""
+    """Returns a buffer without tokens, [n, g, t]; with `routes`, it has the prompts' too."""
     n, g = limits.shape
     return cls(
       prompts=list(prompts),
@@ -82,7 +82,7 @@ class CompletionBuffer:
 
   @property
   def lengths(self) -> np.ndarray:
-    """i32[n, g], tokens so far, those that were not drawn included."""
+    """i32[n, g], tokens so far, including tokens that were not drawn."""
     return self.present.sum(-1, dtype=np.int32)
 
   def ended(self, at: Any = ...) -> np.ndarray:
@@ -128,7 +128,7 @@ class CompletionBuffer:
     )
 
   def write(self, progress: Progress, prompts: Sequence[int] = ()) -> list[Pair]:
-    """Writes what requests got, which are named by pairs; returns those that have ended.
+    """Writes what requests got, which are named by pairs; returns what has ended.
 
     Args:
       progress: of the session.
@@ -174,7 +174,7 @@ class BufferedCompletion:
 
   @property
   def length(self) -> int:
-    """The tokens so far, those that were not drawn included."""
+    """The tokens so far, including tokens that were not drawn."""
     return int(self.buffer.present[self.pair].sum())
 
   @property
@@ -232,7 +232,7 @@ class BufferedCompletion:
   def request(self) -> Request | None:
     """Returns the request for the next tokens, which is named by the (row, index).
 
-    If its turn has tokens already, it goes on. None if these have a stop string: then it has ended.
+    If its turn has tokens already, it resumes. None if these have a stop string: it has ended.
     """
     buffer = self.buffer
     begin = self.turn_begin

@@ -4,7 +4,7 @@ A cache holds the keys and values of prompts and of running completions. There a
 for XLA's attention (`dense/`), and pages for the kernels of TPUs and GPUs (`paged/`).
 
 In shapes of `gtpo_jax.sampling`, s is the number of slots, m the number of prompts in the cache,
-and c the positions of a chunk. The other letters are those of `gtpo_jax.arrays`.
+and c the positions of a chunk. The other letters are as in `gtpo_jax.arrays`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Cache(Protocol):
 
     Args:
       part: the keys and values.
-      new: those of whole sequences, per layer [b, 1, k, ...], padded on the left.
+      new: of whole sequences, per layer [b, 1, k, ...], padded on the left.
       places: where the completions are written, and i32[shards, b / shards], the position in `new`
         of their first tokens.
     """

@@ -66,7 +66,7 @@ class ChunkLimits(NamedTuple):
   stop: Any
   max_steps: Any  # i32[], at most `Decoder.chunk`; the chunk ends after this many tokens
   max_finished: Any  # i32[]; the chunk ends once this many slots have finished in it
-  # f32[]; 0 takes the most probable token. None for that of the static `sampling_params`. A
+  # f32[]; 0 takes the most probable token. None for the static `sampling_params`'. A
   # `RowSampling` if each row is drawn in its own way
   temperature: Any
 
@@ -76,7 +76,7 @@ class _LoopState(NamedTuple):
 
   step: jax.Array  # i32[], tokens decoded in this chunk
   active: jax.Array  # bool[s]
-  slots: States  # those of inactive slots mean nothing, except for `delta`
+  slots: States  # an inactive slot's mean nothing, except for `delta`
   kv: list[Any]  # per layer, the chunk's keys and values, see `Cache.zero_chunk`
   out: _Record
 

@@ -186,7 +186,7 @@ class Engine:
   ) -> BufferSession:
     """Returns the sampling of a buffer, which has not begun.
 
-    Completions that have tokens already go on after them, possibly with other parameters: these
+    Completions that have tokens already resume after them, possibly with other parameters: these
     tokens are read in one pass. Token i of a completion is drawn with its key and i. It depends on
     the parameters, the tokens before it and this key, but not on slots, mesh or other completions.
     A completion ends at a stop token, at the token that completes a stop string, or at its limit.
@@ -198,7 +198,7 @@ class Engine:
       sampling_params: how tokens are drawn.
       stream_interval: the most tokens of a step, if that is less than the engine's chunk. It has no
         effect if the engine is batch-invariant.
-      prompts_at_once: the number of rows that space is made for; None for those of the buffer.
+      prompts_at_once: the number of rows that space is made for; None for the buffer's.
       longest_prompt: the tokens of the longest prompt, those added later included; None for that of
         the buffer.
     """

@@ -27,7 +27,7 @@ class Workload:
     prompts: the prompts of a batch.
     group: completions of each prompt.
     sampling_params: how tokens are drawn.
-    resumes: whether completions go on that have tokens already.
+    resumes: whether completions that have tokens already are resumed.
     turns: whether completions may leave their slots after a turn, and return with more tokens.
   """
 
@@ -108,7 +108,7 @@ def warm_up(
   """Compiles every program that the workloads can reach.
 
   Args:
-    programs: those of an engine.
+    programs: an engine's.
     params: the parameters in sampling layout.
     workloads: what will be sampled.
     ready: called each time a program is compiled.

@@ -44,7 +44,7 @@ class Request:
   Attributes:
     key: u32[2], PRNG key data.
     limit: the most tokens after the prompt, `tokens` included.
-    tokens: those that follow the prompt already; the next one has the index len(tokens).
+    tokens: what follows the prompt already; the next one has the index len(tokens).
     search: finds its stop strings; None for none.
     sampling: its temperature, top-k, top-p and min-p, in a session whose requests differ in them.
     wants_alternatives: whether it reads `Chunk.alternatives`.
@@ -75,7 +75,7 @@ class Progress(NamedTuple):
     spans: when prompts were prefilled, if any were, and when the chunk was decoded.
     prompt_routes: for each prompt that was read, by its number, the experts that computed its
       tokens [length, layers with experts, k], as in `Rollouts`.
-    read_routes: those of the tokens after the prompt, for each request whose tokens were read.
+    read_routes: the same for the tokens after the prompt, for each request whose tokens were read.
   """
 
   requests: list[Request | None]
@@ -151,7 +151,7 @@ class Session:
     scheduler: an empty schedule, from `programs`.
     pace: decides where chunks end.
     sampling_params: how tokens are drawn; None if each request says it.
-    longest_prompt: the most tokens of a prompt; None to follow those that run, see `Programs.fit`.
+    longest_prompt: the most tokens of a prompt; None to follow what runs, see `Programs.fit`.
     """
     self.statistics: dict[str, float] = {}
     self._programs = programs
@@ -176,7 +176,7 @@ class Session:
     return bool(self._requests)
 
   def submit(self, prompt: Sequence[int], requests: Sequence[Request]) -> int:
-    """Adds requests behind those that wait. They share the keys and values of their prompt.
+    """Adds requests behind the waiting ones. They share the keys and values of their prompt.
 
     Args:
       prompt: token ids.

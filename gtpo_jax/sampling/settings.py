@@ -127,7 +127,7 @@ class EngineConfig(Checked):
       completion and reads these in full; "" for pallas on TPU, triton on GPUs that it supports, and
       xla elsewhere.
     page_size: positions of a page, a power of two; 0 for 128. Only for pallas and triton.
-    cache_fraction: the number of pages, as a fraction of those that all slots need if every
+    cache_fraction: the number of pages, as a fraction of what all slots need if every
       completion reaches its longest length; "auto" for all of these, or as many as fit in the
       memory of a device beside the parameters, the optimizer's state, and the temporaries of the
       programs. With fewer than all, completions wait for pages if too many are long, and
@@ -153,7 +153,7 @@ class EngineConfig(Checked):
   batch_invariant: bool = False
 
   def most_slots(self, platform: str, shards: int) -> int:
-    """Returns the most slots over all shards: the configured number, or that of the platform."""
+    """Returns the most slots over all shards: the configured number, or the platform's."""
     if self.slots and self.slots != AUTO:
       return self.slots
     return MOST_SLOTS.get(platform, MOST_SLOTS["tpu"]) * shards

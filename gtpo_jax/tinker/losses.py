@@ -67,7 +67,7 @@ class LossInputs:
     weights: of cross_entropy.
     log_probs: nats, of the sampler.
     advantages: what tokens are paid.
-    ratio_mask: not 0 on the tokens whose ratios make that of the sequence.
+    ratio_mask: not 0 on the tokens whose ratios make the sequence's.
     kind: the index of the loss in `PER_TOKEN`.
     low, high: bounds of the ratio, of ppo, cispo and gspo.
     beta: of dro.

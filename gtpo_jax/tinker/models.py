@@ -44,7 +44,7 @@ class Spec:
 
   Attributes:
     base_model: the name that the client uses.
-    rank: that of the adapters; 0 for all weights.
+    rank: of the adapters; 0 for all weights.
     seed: of the adapters' random matrices.
     train_mlp, train_attn: which matrices have adapters.
     metadata: the client's own.
@@ -250,7 +250,7 @@ class TrainedModel:
     """Replaces the weights, and with `moments` the optimizer's state too.
 
     Raises:
-      ApiError: they are those of another architecture.
+      ApiError: they belong to another architecture.
     """
     if (spec.rank, spec.targets) != (self.spec.rank, self.spec.targets):
       raise bad(f"{saved.path} has other adapters than this model: rank {spec.rank}")

@@ -59,7 +59,7 @@ class Operations:
     base: the model that others begin with.
     ledger: takes the sessions of samplers, and knows what was sampled.
     store: where weights are saved.
-    models: those that there are.
+    models: in training.
     """
     self._base = base
     self._ledger = ledger

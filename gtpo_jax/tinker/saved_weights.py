@@ -48,7 +48,7 @@ class Saved(NamedTuple):
     return f"tinker://{self.about['run']}/{self.folder.parent.name}/{self.folder.name}"
 
   def arrays(self) -> dict[str, np.ndarray]:
-    """Returns the arrays of training by name; those that were bfloat16 are float32."""
+    """Returns the arrays of training by name; what was bfloat16 is float32."""
     return safetensors.numpy.load((self.folder / ARRAYS).read_bytes())
 
   def delete(self) -> None:

@@ -1,6 +1,6 @@
 """The messages of Tinker's protocol that are protobuf, as data.
 
-Names, numbers and types are those of the client `tinker` 0.38.0 (Apache-2.0). Protobuf ignores
+Names, numbers and types are as in the client `tinker` 0.38.0 (Apache-2.0). Protobuf ignores
 fields that a message here does not name, so a later client may send more.
 """
 

@@ -20,7 +20,7 @@ class Trainer:
   def __init__(self, ledger: Ledger, models: ModelsInTraining, operations: Operations):
     """Args:
     ledger: the requests.
-    models: those that there are.
+    models: in training.
     operations: what the requests do to them.
     """
     self._ledger = ledger
@@ -48,7 +48,7 @@ class Trainer:
       self._after(request, outcome, seconds)
 
   def _after(self, request: Submission, outcome: StoredResult, seconds: float) -> None:
-    """Saves a model's state from time to time, and forgets those that are gone."""
+    """Saves a model's state from time to time, and forgets models that are gone."""
     self._models.forget_gone()
     name = request.target
     if name not in self._models:

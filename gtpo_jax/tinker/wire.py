@@ -21,7 +21,7 @@ from gtpo_jax.tinker.schema import BFLOAT16, CLASSES, FLOAT32, INT32, INT64, LEN
 JSON, PROTO, ERROR = "json", "proto", "error"  # what a result is
 TARGETS = "target_tokens"
 MISSING = np.float32(np.nan)  # the log-prob of a prompt's first token
-NO_TOKEN = np.float32(-99999.0)  # that of a cell without a token
+NO_TOKEN = np.float32(-99999.0)  # of a cell without a token
 DTYPES = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32, BFLOAT16: np.uint16}
 MAX_LENGTH = 1 << 20  # tokens of a datum, whatever the model
 
@@ -280,7 +280,7 @@ def loss_output(
   Args:
     outputs: for each name an f32[s] for each datum.
     count: the number of data.
-    metrics: by name; the part after the colon says how those of several chunks are combined.
+    metrics: by name; the part after the colon says how several chunks' are combined.
   """
   message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
   for name, value in metrics.items():

@@ -42,7 +42,7 @@ class Judge:
     self._thread = LoopThread("gtpo judge", self._client.close)
 
   def use_cache(self, folder: Path) -> None:
-    """Keeps grades in a folder, and takes those that it has already; see `GradeCache.open`."""
+    """Keeps grades in a folder, and takes what it has already; see `GradeCache.open`."""
     self._cache.open(folder / FILE_NAME)
 
   def probe(self) -> float:

@@ -17,7 +17,7 @@ class LoopThread:
 
   def __init__(self, name: str, at_end: Callable[[], Awaitable[None]]):
     """Args:
-    name: that of the thread.
+    name: of the thread.
     at_end: called on the loop, after everything on it has been cancelled.
     """
     self._name = name

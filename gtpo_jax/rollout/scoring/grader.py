@@ -46,7 +46,7 @@ class Grader:
       say(f"judge: {section.model} at {section.base_url} has replied in {seconds:.2f} s")
 
   def use_cache(self, folder: Path) -> None:
-    """Keeps the judge's grades in a folder, and takes those that it has already."""
+    """Keeps the judge's grades in a folder, and takes what it has already."""
     if self._judge and is_first_process():
       self._judge.use_cache(folder)
 

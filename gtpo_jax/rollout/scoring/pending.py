@@ -76,7 +76,7 @@ class PendingRewards:
 
   @property
   def answers(self) -> list[list[str]]:
-    """What is judged of each completion: its text, or that of the last turn of its episode."""
+    """What is judged of each completion: its text, or its episode's last turn."""
     if self.episodes is None:
       return self.texts
     return [
@@ -175,7 +175,7 @@ class PendingRewards:
   def _scores(
     self, completions: Sequence[EndedCompletion], problems: Sequence[Problem], texts: Sequence[str]
   ) -> list[tuple[float, float]]:
-    """Returns verdicts and numbers: the environment's own, otherwise those of the verifiers."""
+    """Returns verdicts and numbers: the environment's own, otherwise the verifiers'."""
     manager = self._reward_manager
     scores = [(math.nan, math.nan)] * len(texts)
     open_rows = []

@@ -22,7 +22,7 @@ def with_turns(
   mask: np.ndarray,
   episodes: Sequence[Episode] | None,
 ) -> Rewards:
-  """Returns the rewards of a group with those of its turns.
+  """Returns the rewards of a group with its turns'.
 
   A turn gets the environment's reward for it, times the weight of the part "env". The last turn
   also gets all that is left of the completion's reward. States are numbered from 0 in the order in

@@ -1,7 +1,7 @@
 """The dense cache: an array for the prompts and one for the slots, for XLA's attention.
 
 A CPU reads its arrays without a copy. The slots' arrays grow with the longest running completion.
-In shapes, p is the length of the prompts' arrays and w that of the slots'.
+In shapes, p is the length of the prompts' arrays, and w of the slots'.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DenseCache:
     return [constrain_kv(self.model, kv) for _ in c.attention_kinds]
 
   def part(self, kv: DenseKV, name: Part) -> list[KV]:
-    """Returns the prompts' arrays, or those of the slots."""
+    """Returns the prompts' arrays, or the slots'."""
     return getattr(kv, name)
 
   def with_part(self, kv: DenseKV, name: Part, part: list[KV]) -> DenseKV:

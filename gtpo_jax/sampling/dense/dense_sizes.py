@@ -42,7 +42,7 @@ class DenseSizes(CacheSizes):
     slots: the most slots over all shards.
     shrink_factor: what the number of slots is divided by when idle ones are dropped.
     least_slots: of each shard.
-    memory: that of a device.
+    memory: bytes of a device.
   """
 
   def __init__(self, settings: ProgramSettings, cache: DenseCache):
@@ -92,7 +92,7 @@ class DenseSizes(CacheSizes):
     """Returns the most slots over all shards, a power of two below the config's if memory is short.
 
     The arrays of the longest prompts and completions must fit beside the parameters, and so must
-    those that they replace when they grow to that length, which are half as long.
+    the arrays that they replace when they grow to that length, which are half as long.
     """
     slots = self.most_slots
     if demand.serves:  # see `hold`

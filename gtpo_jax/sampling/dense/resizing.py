@@ -30,7 +30,7 @@ def refit(
   Args:
     kv: the keys and values.
     order: the rows.
-    length: at least that of what is in use.
+    length: at least as much as is in use.
     at_end: whether what is in use ends at the last position; it begins at the first otherwise.
   """
 

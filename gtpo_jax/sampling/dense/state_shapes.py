@@ -14,7 +14,7 @@ from gtpo_jax.sampling.programs import SamplerState, abstract, abstract_states
 
 
 class StateShapes:
-  """Returns shapes, with shardings. Rows, entries and slots are those of a shard."""
+  """Returns shapes, with shardings. Rows, entries and slots are counted per shard."""
 
   def __init__(self, cache: DenseCache, track_tokens: bool):
     """Args:
@@ -26,16 +26,16 @@ class StateShapes:
     self._shards = batch_shards(cache.model.mesh)
 
   def kv(self, rows: int, positions: int) -> list[KV]:
-    """Returns those of keys and values."""
+    """Returns the shapes of keys and values."""
     zeros = lambda: self._cache.zeros(self._shards * rows, positions)
     return abstract_kv(self._cache.model, zeros)
 
   def states(self, rows: int) -> States:
-    """Returns those of the states of rows."""
+    """Returns the shapes of the states of rows."""
     return abstract_states(self._cache.model, self._shards * rows, self._track_tokens)
 
   def all(self, entries: int, width: int, slots: int, length: int) -> SamplerState:
-    """Returns those of entries with `width` positions, and slots with `length` positions."""
+    """Returns the shapes of entries with `width` positions, and slots with `length` positions."""
     return SamplerState(
       DenseKV(self.kv(entries, width), self.kv(slots, length)),
       self.states(entries),

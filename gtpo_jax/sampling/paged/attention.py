@@ -91,7 +91,7 @@ def local_attention(
 
   Args:
     kernel, new, pages, chunk, tables: as there.
-    precision: that of the GPU kernel's products; see `attend_on_gpu`.
+    precision: of the GPU kernel's products; see `attend_on_gpu`.
     interpret: whether to interpret the kernel.
     cores: the number of cores of a TPU.
     window: as there.

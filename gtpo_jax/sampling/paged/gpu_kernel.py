@@ -47,7 +47,7 @@ def attend_on_gpu(
     pages: the layer's pages, of a power of two positions.
     chunk: [s, k, c, 2e], keys and values of the chunk as in a page, c a power of two.
     tables: the rows of each slot.
-    precision: that of the products, as `ModelConfig.matmul_precision`; float32 is multiplied in
+    precision: of the products, as `ModelConfig.matmul_precision`; float32 is multiplied in
       TF32 unless it is "highest".
     interpret: whether to interpret the kernel.
     window: the most positions that a query attends to, its own included; None for all before it.

@@ -34,7 +34,7 @@ def temporary_bytes(model: Transformer, slots: int, sizes: PoolSizes) -> int:
   Args:
     model: the architecture, on the sampling mesh.
     slots: per shard.
-    sizes: those of the pool.
+    sizes: of the pool.
   """
   c = model.config
   itemsize = DTYPES[c.compute_dtype](0).itemsize

@@ -115,7 +115,7 @@ class PagedSizes(CacheSizes):
     return PoolSizes(everything, page, prompt_pages, completion_pages, self.chunk, row)
 
   def _pages(self, fraction: float | str, demand: Demand, slots: int, sizes: PoolSizes) -> int:
-    """Returns the number of pages per shard, at most those of `sizes`."""
+    """Returns the number of pages per shard, at most as in `sizes`."""
     if fraction != AUTO:
       return math.ceil(fraction * sizes.pages)
     if demand.memory is None:

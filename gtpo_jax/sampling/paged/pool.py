@@ -48,10 +48,10 @@ class PagePool(Space):
   A completion gets the pages of its next chunk only if afterwards some order remains in which all
   running completions can grow to their limits, each with the pages that those before it give back
   (the banker's algorithm). Otherwise it waits in its slot. Pages may therefore run out, but some
-  completion always goes on, and none is lost or sampled again. Older completions come first.
+  completion always runs, and none is lost or sampled again. Older completions come first.
 
   Attributes:
-    sizes: those of the pool.
+    sizes: of the pool.
     shards: the free pages of each shard, and the pages of its prompts.
     slot_pages: the pages of the completion in each slot.
   """
@@ -166,7 +166,7 @@ def page_tables(
   Args:
     pool: the pages.
     slots, entries: as in `Space.next_chunk`.
-    runs: bool[s], the slots whose completions go on.
+    runs: bool[s], the slots whose completions run.
   """
   sizes = pool.sizes
   shards = len(pool.shards)
@@ -219,7 +219,7 @@ def places(pool: PagePool, part: Part, batch: PrefillBatch) -> np.ndarray:
 
   Returns:
     i32[shards, rows, width / page]. A prompt ends in the last of them, and a completion begins in
-    the first. The others, and those of unused rows, are past the pool's last page.
+    the first. The others, and all of an unused row, are past the pool's last page.
   """
   pages = _unused_pages(pool.sizes, len(pool.shards), batch.rows, batch.width // pool.sizes.page)
   slots = len(pool.slot_pages) // len(pool.shards)

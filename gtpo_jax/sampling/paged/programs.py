@@ -36,7 +36,7 @@ from gtpo_jax.sampling.settings import SamplingParams
 class PagedPrograms(Programs):
   """The programs of an engine with a paged cache; see `Programs`.
 
-  The pool, the number of slots and that of cached prompts are those of the engine, not of a batch,
+  The pool and the numbers of slots and cached prompts belong to the engine, not to a batch,
   so that training and evaluation share their programs.
 
   Attributes:

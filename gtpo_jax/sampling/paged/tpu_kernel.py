@@ -41,7 +41,7 @@ def attend_on_tpu(
 ) -> jax.Array:
   """Runs the kernel on one device's slots, pages and heads; every core has a part of the heads.
 
-  The arguments are those of `attention.local_attention`.
+  The arguments are as in `attention.local_attention`.
 
   Args:
     behind: i32[s], the first position of each slot's window, counted from the end of its prompt;

@@ -154,7 +154,7 @@ def row_counts(width: int, most: int) -> list[int]:
 def sequence_lengths(longest: int) -> list[int]:
   """Returns the lengths, ascending, to which sequences of up to `longest` tokens are padded.
 
-  They are finer than those of other arrays (`array_lengths`), because episodes read their sequences
+  They are finer than other arrays' (`array_lengths`), because episodes read their sequences
   again after each turn, and only the programs that do so depend on them.
   """
   lengths = [math.ceil(longest * fraction) for fraction in SEQUENCE_FRACTIONS]

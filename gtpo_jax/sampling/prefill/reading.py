@@ -1,4 +1,4 @@
-"""Reads tokens into the cache: prompts, and requests that go on after tokens."""
+"""Reads tokens into the cache: prompts, and requests that resume after tokens."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Reader:
 
     Args:
       state: the state.
-      sequence_of: returns the tokens of a (prompt, index), those of its prompt included.
+      sequence_of: returns the tokens of a (prompt, index), after its prompt's.
 
     Returns:
       The state, and the experts that computed the sequences, which are named by (prompt, index).

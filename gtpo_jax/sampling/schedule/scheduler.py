@@ -42,8 +42,8 @@ class _Row(NamedTuple):
 class Scheduler:
   """Schedules every completion of every prompt, prompts and their completions in order.
 
-  A completion may have tokens already, after which it goes on. Prompts may be added at any time;
-  they come after those that wait already. Completions that join a prompt come before these.
+  A completion may have tokens already, after which it resumes. Prompts may be added at any time;
+  they come after prompts that wait already. Completions that join a prompt come before these.
 
   Attributes:
     capacity: the current number of slots and entries.
@@ -76,7 +76,7 @@ class Scheduler:
     keys: np.ndarray,
     drawn: np.ndarray | None = None,
   ) -> None:
-    """Adds prompts, behind those that wait. Their indices continue those of earlier prompts.
+    """Adds prompts behind the waiting ones. Their indices follow earlier prompts'.
 
     Args:
       prompt_lengths: i32[n].
@@ -237,7 +237,7 @@ class Scheduler:
     del self._rows[prompt]
 
   def refit(self, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Changes the number of slots and that of entries to `slots` per shard, at least those in use.
+    """Changes the numbers of slots and of entries to `slots` per shard, at least as many as in use.
 
     Returns:
       What takes the place of each slot and of each entry, i32[shards, slots] counted within the

@@ -112,10 +112,10 @@ class Space:
 
     Args:
       slots: all slots.
-      entries: those of each shard; None where an entry is free.
+      entries: of each shard; None where an entry is free.
 
     Returns:
-      bool[s], the slots whose completions go on in this chunk, and the tables of the cache.
+      bool[s], the slots whose completions run in this chunk, and the tables of the cache.
     """
     raise NotImplementedError
 

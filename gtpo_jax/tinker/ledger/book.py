@@ -18,7 +18,7 @@ class Book:
 
   Attributes:
     entries: what is written.
-    changed: the lock of `entries`; those that wait for work are woken up.
+    changed: the lock of `entries`; threads that wait for work are woken up.
     closed: whether the server ends.
   """
 

@@ -23,7 +23,7 @@ class Queue:
   Attributes:
     session: whose it is.
     next: the number of the request that is carried out next.
-    snapshot: that of the last one whose effect is saved; -1 for none.
+    snapshot: the number of the last one whose effect is saved; -1 for none.
     waiting: requests that have arrived, by number.
   """
 
@@ -76,8 +76,8 @@ class Entries:
     samplers: what each sampling session samples from, by id.
     specs: what clients have asked models to be, by id.
     samples: requests to sample that have no result yet, by id.
-    untaken: the ids of those that nobody has taken, in their order.
-    results: those of all requests.
+    untaken: the ids that nobody has taken, in their order.
+    results: of all requests.
   """
 
   def __init__(self, snapshot_of: Callable[[str], int]):
@@ -136,7 +136,7 @@ class Entries:
     """Whether a record of the journal is still needed."""
     kind = head["kind"]
     if kind in ("session", "use", "finish"):
-      return True  # numbers go on
+      return True  # numbers continue
     if self.session_of(head.get("target", head["id"])).finished:
       return False
     if kind == "result":

@@ -22,7 +22,7 @@ class Ledger:
   Attributes:
     book: the journal.
     entries: what is written in it.
-    sessions: those of clients.
+    sessions: of clients.
     submissions: their requests.
   """
 

@@ -83,7 +83,7 @@ class Submissions:
     return name in self._entries.samples and not self._book.closed
 
   def finish(self, request: Submission, outcome: StoredResult) -> None:
-    """Records a result, and tells those that wait for it."""
+    """Records a result, and tells whoever waits for it."""
     entries = self._entries
     with self._book.changed:
       session = entries.session_of(request.target)

@@ -35,7 +35,7 @@ def tinker_app(
     base: the model that others begin with.
     ledger: takes requests.
     store: has saved weights.
-    sampler: that of the ledger, which cancels samples.
+    sampler: of the ledger; it cancels samples.
     max_rank: the highest rank of adapters.
     queue: how many samples a client may have under way.
     secret: the key that clients must have; "" for any, each of which sees only its own.
