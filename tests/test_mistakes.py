@@ -98,7 +98,10 @@ MISTAKES = {
   "no workdir": (["train", "--config=tiny"], "required: --workdir"),
   "a misspelt config": (train(config="tinny"), "did you mean 'tiny'?"),
   "a config of the clone, elsewhere": (train(config="configs/tiny.py"), "--config=tiny names"),
-  "a config that does not exist": (train(config="nothing.py"), "`gtpo configs` lists the shipped ones"),
+  "a config that does not exist": (
+    train(config="nothing.py"),
+    "`gtpo configs` lists the shipped ones",
+  ),
   "a config without get_config": (train(config="mine.py"), "get_config"),
   "a misspelt config to print": (["configs", "tinny"], "did you mean 'tiny'?"),
   "a field without its section": (train("learning_rate=1"), "'optimizer.learning_rate'"),
