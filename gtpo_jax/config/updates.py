@@ -219,6 +219,8 @@ def update_bytes(
   kept = {"none": 3 * mlp + 4 * (c.width + attention), "products": 3 * mlp + 4 * attention}
   kept["attention"] = 2 * attention
   stored = c.layers * tokens * itemsize * kept.get(remat, 0) / tensor
+  if c.delta and remat == "none":  # and the temporaries of every gated delta net
+    stored += c.delta_layers * tokens * rule_bytes(c.delta) / tensor
   return gradient + residual + layer + head + stored
 
 
