@@ -264,7 +264,8 @@ def model_card(
 def _header(name: str, base: str, library: str) -> str:
   """Returns the YAML header with the metadata for the Hugging Face hub.
 
-  The hub refuses a card whose base model is a path (https://github.com/huggingface/trl/issues/1873).
+  The hub refuses a card whose base model is a path:
+  https://github.com/huggingface/trl/issues/1873.
   """
   fields = {
     "library_name": library,
