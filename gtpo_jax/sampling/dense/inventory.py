@@ -13,6 +13,7 @@ from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part, computed_zeros
 from gtpo_jax.sampling.dense.state_shapes import StateShapes, abstract_kv
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.inventory import Program, Workload
+from gtpo_jax.sampling.prefill.batches import PrefillBatch, nothing
 from gtpo_jax.sampling.prefill.reading import empty_batch
 from gtpo_jax.sampling.programs import chunk_limits, compiled_for, keys_program
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
@@ -93,10 +94,9 @@ class Inventory:
   def _prefill(self, width: int, rows: int, beside: Callable[[], Any]) -> Program:
     """Returns the program that computes batches of a width with `rows` rows per shard."""
     owner = self._owner
-    idle = _idle(self._capacity, self._capacity.slots)
-    tokens = empty_batch(owner, idle, PROMPTS, width, rows, 1)[:1]
+    tokens = PrefillBatch(width, rows, nothing(owner.shards)).tokens({}, owner.pad)
     signature = ("prefill", width, rows)
-    return Program(signature, owner.prefill, lambda: tokens, reads_params=True, beside=beside)
+    return Program(signature, owner.prefill, lambda: (tokens,), reads_params=True, beside=beside)
 
   def _insertion(self, part: Part, into: int, cached: int, width: int, rows: int) -> Program:
     """Returns the program that writes a batch into the cache.
