@@ -36,7 +36,7 @@ from gtpo_jax.models.experts.routing import (
 )
 from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.kinds import ATTENTION, DELTA, LayerKind, Stack
-from gtpo_jax.models.layers import MATRIX_INIT, Dense, RMSNorm, normalised
+from gtpo_jax.models.layers import MATRIX_INIT, Dense, RMSNorm, gated, normalised
 from gtpo_jax.models.layouts import layer_layout, layer_layout_of_gradient, residual_layout
 from gtpo_jax.runtime.mesh import constrain, divisible_axis
 
@@ -189,7 +189,7 @@ class Layer(nn.Module):
     """Returns the output of the MLP, and what its router did."""
     if self.experts is not None:
       return self.experts(h, recorded, shares)
-    hidden = ACTIVATIONS[self.config.family.activation](self.gate(h)) * self.up(h)
+    hidden = gated(ACTIVATIONS[self.config.family.activation], self.gate(h), self.up(h))
     positions = divisible_axis(self.mesh, h.shape[2], "position")
     hidden = constrain(hidden, self.mesh, "batch", None, positions, "mlp")  # the gradient too
     return self.down(hidden), None

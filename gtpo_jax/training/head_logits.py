@@ -43,19 +43,60 @@ def chunk_logits(
 
 def softmax_statistics(logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns log-prob, entropy and log-sum-exp, f32[b, c] each, from the chunk's logits and ids."""
-  max_logit = jax.lax.pmax(logits.max(-1), VOCAB_AXES)
+  of_shard = jax.lax.platform_dependent(logits, cuda=_in_one_pass, default=_in_two_passes)
+  max_logit = jax.lax.pmax(of_shard.largest, VOCAB_AXES)
   last_id = logits.shape[-1] - 1
-  shifted = logits - max_logit[..., None]
-  weights = jnp.exp(shifted)
   target = jnp.take_along_axis(logits, jnp.minimum(ids, last_id)[..., None], -1)[..., 0]
   shard_sums = (
     jnp.where(ids <= last_id, target - max_logit, 0),
-    weights.sum(-1),
-    (weights * shifted).sum(-1),
+    *of_shard.relative_to(max_logit)[1:],
   )
   shifted_target, total, weighted_total = sum_shards(shard_sums, VOCAB_AXES)
   log_total = jnp.log(total)
   return shifted_target - log_total, log_total - weighted_total / total, max_logit + log_total
+
+
+class _Sums(NamedTuple):
+  """What is summed over logits z of a token, with m the largest of them.
+
+  Attributes:
+    largest: m.
+    total: the sum of exp(z - m).
+    weighted: the sum of exp(z - m) (z - m).
+  """
+
+  largest: jax.Array
+  total: jax.Array
+  weighted: jax.Array
+
+  def relative_to(self, largest: jax.Array) -> _Sums:
+    """Returns the sums with a larger `largest`."""
+    shift = self.largest - largest
+    scale = jnp.exp(shift)
+    return _Sums(largest, self.total * scale, (self.weighted + self.total * shift) * scale)
+
+
+def _in_two_passes(logits: jax.Array) -> _Sums:
+  """Returns the sums over the last axis of logits; the first pass finds the largest."""
+  largest = logits.max(-1)
+  shifted = logits - largest[..., None]
+  weights = jnp.exp(shifted)
+  return _Sums(largest, weights.sum(-1), (weights * shifted).sum(-1))
+
+
+def _in_one_pass(logits: jax.Array) -> _Sums:
+  """Returns the sums over the last axis of logits, which GPUs then read once."""
+
+  def join(x: _Sums, y: _Sums) -> _Sums:
+    largest = jnp.maximum(x.largest, y.largest)
+    x, y = x.relative_to(largest), y.relative_to(largest)
+    return _Sums(largest, x.total + y.total, x.weighted + y.weighted)
+
+  # Not -inf, whose difference to itself is no number.
+  none = _Sums(jnp.finfo(logits.dtype).min, 0.0, 0.0)
+  single = _Sums(logits, jnp.ones_like(logits), jnp.zeros_like(logits))
+  none = jax.tree.map(lambda x: jnp.asarray(x, logits.dtype), none)
+  return jax.lax.reduce(single, none, join, (logits.ndim - 1,))
 
 
 class Comparison(NamedTuple):

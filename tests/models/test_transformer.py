@@ -15,7 +15,9 @@ from gtpo_jax.models.attention.rope import rotate_new
 from gtpo_jax.models.attention.sources import KV, MaskedKV, merge_partials, partial_attention
 from gtpo_jax.models.attention.streams import ropes_at
 from gtpo_jax.models.decode import decode_step, make_decode_params, next_logits, prefill
+from gtpo_jax.models.layers import gated
 from gtpo_jax.models.params import abstract_params, param_shardings
+from gtpo_jax.models.transformer import ACTIVATIONS
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import single_device_mesh
 
@@ -196,3 +198,16 @@ def test_every_parameter_is_laid_out_by_its_axes():
 def test_impossible_architectures_are_rejected(changes, message):
   with pytest.raises(UserError, match=message):
     dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gradients_of_a_gated_product_are_exact_and_keep_two_arrays(name, dtype):
+  activation = ACTIVATIONS[name]
+  gate, up, d_out = jax.random.normal(jax.random.key(0), (3, 4, 5), dtype) * 3
+  plain, plain_gradients = jax.vjp(lambda gate, up: activation(gate) * up, gate, up)
+  actual, gradients = jax.vjp(functools.partial(gated, activation), gate, up)
+  np.testing.assert_array_equal(actual, plain)
+  assert sum(x.size for x in jax.tree.leaves(gradients)) == gate.size + up.size
+  for x, y in zip(gradients(d_out), plain_gradients(d_out), strict=True):
+    np.testing.assert_array_equal(x, y)

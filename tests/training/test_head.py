@@ -12,6 +12,7 @@ from gtpo_jax import algorithms
 from gtpo_jax.arrays import Signals
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.training.head import HeadSettings, log_probs_and_entropy, loss_and_log_probs
+from gtpo_jax.training.head_logits import _in_one_pass, _in_two_passes
 
 B = 3
 T = 10
@@ -126,6 +127,20 @@ def test_against_float64():
   log_probs, entropy = chunked(hidden, table, tokens, 1.7, B * 4)
   np.testing.assert_allclose(log_probs, expected, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(entropy, -(np.exp(log_p) * log_p).sum(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("sums", [_in_one_pass, _in_two_passes])
+def test_sums_over_logits_against_float64(sums):
+  """Among the rows: equal logits, one that is never sampled, and one far above all others."""
+  logits = np.random.default_rng(0).normal(0, 8, (2, 3, 1000)).astype(np.float32)
+  logits[0, 0] = 3.0
+  logits[0, 1, :500] = -1e9
+  logits[0, 2, 7] = 1e4
+  exact = logits.astype(np.float64)
+  shifted = exact - exact.max(-1, keepdims=True)
+  expected = (exact.max(-1), np.exp(shifted).sum(-1), (np.exp(shifted) * shifted).sum(-1))
+  for actual, value in zip(jax.jit(sums)(logits), expected, strict=True):
+    np.testing.assert_allclose(actual, value, rtol=2e-6, atol=1e-6)
 
 
 def test_no_gradient_flows_through_the_entropy():

@@ -9,7 +9,6 @@ Many tokens are computed in parts, whose backward pass computes them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -22,7 +21,7 @@ from gtpo_jax.models.declaration import AxisRoles, declare
 from gtpo_jax.models.experts.products import experts_output, plan_rows
 from gtpo_jax.models.experts.routing import Routing, route
 from gtpo_jax.models.formats.products import einsum
-from gtpo_jax.models.layers import MATRIX_INIT, Dense, Matrix, declare_matrix
+from gtpo_jax.models.layers import MATRIX_INIT, Activation, Dense, Matrix, declare_matrix, gated
 from gtpo_jax.runtime.mesh import (
   all_gather_axis,
   axis_size,
@@ -76,7 +75,7 @@ class Experts(nn.Module):
 
   config: ModelConfig
   mesh: Mesh
-  activation: Callable[[jax.Array], jax.Array]
+  activation: Activation
 
   def setup(self):
     """Declares the parameters."""
@@ -109,7 +108,7 @@ class Experts(nn.Module):
     routing = route(self.router(h), c.mixture, recorded, shares, c.router_replay)
     output = self._routed(h, routing)
     if c.mixture.shared:
-      hidden = self.activation(self.shared_gate(h)) * self.shared_up(h)
+      hidden = gated(self.activation, self.shared_gate(h), self.shared_up(h))
       positions = divisible_axis(self.mesh, h.shape[2], "position")
       hidden = constrain(hidden, self.mesh, "batch", None, positions, "mlp")
       weight = jax.nn.sigmoid(self.shared_weight(h))
