@@ -11,7 +11,10 @@ import numpy as np
 
 from gtpo_jax.runtime.chips import Chip
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}$", re.MULTILINE | re.DOTALL)
+# The last line may name the thread of a TPU that runs the computation, such as its sparse core.
+_COMPUTATION = re.compile(
+  r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:, execution_thread=\S+)?$", re.MULTILINE | re.DOTALL
+)
 _COLLECTIVE = re.compile(
   r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
 )

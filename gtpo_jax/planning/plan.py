@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -94,7 +95,7 @@ class Trial(NamedTuple):
 
   Attributes:
     override: config values by dotted name.
-    program: the first of the largest programs that does not fit, or the largest one if all do.
+    program: the first program that does not fit, or the largest one if all do.
     peak: its bytes on one device.
     fits: whether all fit.
     programs: the programs of the run with the change, of which those are compiled.
@@ -168,9 +169,9 @@ def _first_valid(
 
 
 def _try(override: dict[str, Any], programs: RunPrograms, limit: int) -> Trial:
-  """Compiles the largest programs of a change until one does not fit."""
+  """Compiles all programs of a change until one does not fit, those that usually decide first."""
   largest = None
-  for program in programs.compile_largest():
+  for program in itertools.chain(programs.compile_largest(), programs.compile()):
     if program.peak > limit:
       return Trial(override, program.name, program.peak, False, programs)
     if largest is None or program.peak > largest.peak:

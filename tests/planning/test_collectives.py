@@ -124,6 +124,14 @@ def test_a_condition_may_be_a_fusion():
   assert collective_bytes(program) == {"collective-permute": 28 * 96 * 4}
 
 
+def test_a_computation_of_a_sparse_core_ends_where_it_ends():
+  """The compiler names the thread that runs it after the closing brace (v5p)."""
+  line = "%a = f32[96]{0} collective-permute(%p), channel_id=7, source_target_pairs={{0,1}}"
+  sparse = '%scatter (p: s32[]) -> s32[] {\n  %p = s32[] parameter(0)\n}, execution_thread="sc"\n\n'
+  program = hlo(line).replace("%fused (", sparse + "%fused (", 1)
+  assert collective_bytes(program) == {"collective-permute": 28 * 96 * 4}
+
+
 def test_a_line_break_within_a_kernel_hides_nothing():
   """The compiler breaks the line of a Pallas kernel within its metadata."""
   kernel = (

@@ -1,16 +1,19 @@
 """The compiled update and sampler: what one device holds."""
 
+import dataclasses
 import math
 import re
 
 import jax
 import pytest
-from plan_cases import needs_libtpu, small_config
+from plan_cases import needs_cuda_plugin, needs_libtpu, small_config
 
 from gtpo_jax.config import resolve_model
 from gtpo_jax.config.updates import run_optimizer
 from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models.params import abstract_params
+from gtpo_jax.models.presets import PRESETS
+from gtpo_jax.planning.plan import _try
 from gtpo_jax.planning.run_programs import RunPrograms, build_engine, build_model
 from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.runtime.mesh import bytes_per_device
@@ -112,6 +115,37 @@ def test_programs_that_a_search_compiled_are_not_compiled_again():
     assert again[name].seconds == program.seconds > 0
   counts = {x.name: x.count for x in RunPrograms(config, model).compile()}
   assert {name: x.count for name, x in again.items()} == counts
+
+
+@pytest.mark.slow
+def test_a_change_fits_only_if_all_programs_do():
+  """The warm start is the largest by far, and comes last."""
+  values = {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1}
+  values |= {"warm_start.steps": 1, "warm_start.batch": 1024}
+  config = small_config(**values)
+  programs = RunPrograms(config, build_model(config, jax.devices()[:1]))
+  largest = max(x.peak for x in programs.compile_largest())
+  trial = _try({}, programs, 2 * largest)
+  assert (trial.program, trial.fits) == ("warm start", False)
+  assert _try({}, programs, trial.peak).fits
+
+
+@pytest.mark.manual
+@needs_cuda_plugin
+def test_reading_prompts_needs_no_more_with_more_layers_of_experts(monkeypatch):
+  """XLA would write the zeros that all layers' products begin with before the first layer."""
+
+  def temporary_bytes(layers):
+    model = dataclasses.replace(PRESETS["olmoe-1b-7b"], layers=layers)
+    monkeypatch.setitem(PRESETS, "few layers", model)
+    values = {"model.preset": "few layers", "model.compute_dtype": "bfloat16"}
+    values |= {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1, "data.max_prompt_tokens": 512}
+    config = small_config(**values)
+    programs = RunPrograms(config, build_model(config, topology_devices("h100:1")[0])).compile()
+    prefill = next(x for x in programs if x.name == "sampling: prefill")
+    return prefill.executable.memory_analysis().temp_size_in_bytes
+
+  assert temporary_bytes(4) < 1.1 * temporary_bytes(2)
 
 
 def compiled_shapes(config):

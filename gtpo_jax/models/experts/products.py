@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gtpo_jax.models.attention.own_rows import move
 from gtpo_jax.models.formats.products import einsum
-from gtpo_jax.models.layers import Matrix
+from gtpo_jax.models.layers import Activation, Matrix, gated
 
 # About so many blocks of an expert have rows: more would copy the matrices more often, and fewer
 # would have more padding.
@@ -63,8 +63,8 @@ class Blocks(NamedTuple):
       products = einsum(axes, self.take(x, i), copies, precision, x.dtype)
       return jax.lax.dynamic_update_slice_in_dim(out, products, i * self._step, 0)
 
-    empty = jnp.zeros((blocks, len(x) // blocks, c), x.dtype)
-    return self._loop(add, empty).reshape(-1, c)
+    shape = (blocks, len(x) // blocks, c)
+    return self._loop(add, _zeros_after(x, shape, x.dtype)).reshape(-1, c)
 
   def outer(self, x: jax.Array, y: jax.Array, experts: int, precision: str) -> jax.Array:
     """Returns f32[experts, a, c], the sums over rows of x [r, a] times y [r, c]."""
@@ -73,7 +73,8 @@ class Blocks(NamedTuple):
       products = einsum("nba,nbc->nac", self.take(x, i), self.take(y, i), precision)
       return sums.at[self._part(self.experts, i)].add(products, indices_are_sorted=True)
 
-    return self._loop(add, jnp.zeros((experts, x.shape[1], y.shape[1]), jnp.float32))
+    shape = (experts, x.shape[1], y.shape[1])
+    return self._loop(add, _zeros_after(x, shape, jnp.float32))
 
   @property
   def _step(self) -> int:
@@ -197,6 +198,15 @@ def plan_rows(ids: jax.Array, experts: int, platform: str, shards: int = 1) -> R
   return Rows(to_rows[None], from_rows[None], Blocks(of_block, ends[-1]))
 
 
+def _zeros_after(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+  """Returns zeros that are not written before `x` is there.
+
+  XLA would write those of all layers at once, before the first layer.
+  """
+  zero, _ = jax.lax.optimization_barrier((jnp.zeros((), dtype), x))
+  return jnp.broadcast_to(zero, shape)
+
+
 def _parts(blocks: int) -> int:
   """Returns in how many parts so many blocks are multiplied."""
   return -(-blocks // BLOCKS_AT_A_TIME)
@@ -212,7 +222,7 @@ def experts_output(
   weights: jax.Array,
   rows: Rows,
   matrices: tuple[Matrix, Matrix, Matrix],
-  activation: Callable[[jax.Array], jax.Array],
+  activation: Activation,
   precision: str,
   lora_scale: float,
 ) -> jax.Array:
@@ -237,6 +247,6 @@ def experts_output(
 
   gate, up, down = matrices
   rows_in = rows.gather(x)
-  hidden = activation(product(rows_in, gate)) * product(rows_in, up)
+  hidden = gated(activation, product(rows_in, gate), product(rows_in, up))
   outputs = rows.collect(product(hidden, down), len(x))
   return (outputs.astype(jnp.float32) * weights[..., None]).sum(1).astype(x.dtype)
