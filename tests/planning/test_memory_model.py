@@ -38,6 +38,7 @@ RUN = {
   "batch.group": 4,
   "data.max_prompt_tokens": 512,
   "sampling.max_tokens": 2048,
+  "sampling.slots": 16,  # as many prompts may be read at once, 8,192 tokens
   "sampling.cache_fraction": 0.001,  # as few pages as one prompt and one completion need
 }
 
@@ -50,7 +51,7 @@ def one_chip(tmp_path):
   devices, chip = topology_devices("v5e:1x1")
   run = RunPrograms(config, build_model(config, devices))
   levers = Base(dict(run.model.mesh.shape), config.optimizer.offload, "")
-  return run, Search(config, 1, chip, [0]), levers
+  return run, Search(run.config, 1, chip, [0]), levers
 
 
 @without_compile_cache()
