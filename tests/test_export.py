@@ -160,6 +160,7 @@ def test_the_model_card(exported, run):
   assert [key for key in keys if key not in rows] == ["model.path"]
   changed = text.partition("All settings")[0]
   assert "| batch.group | 4 |" in changed and "sampling.temperature" not in changed
+  assert rows["model.remat"] == "| model.remat | full |" and "model.remat" not in changed
   assert rows["algorithm.name"] == "| algorithm.name | gtpo |"
   assert rows["batch.group"] == "| batch.group | 4 |"
   assert "None" not in rows["algorithm.alpha2"]
@@ -179,7 +180,7 @@ def test_no_name_changes_the_layout_of_the_card():
   config = freeze({"data": {"train": train, "eval": "sums"}})
   row = {"step": 1, "eval/<b>|/mean@2": 0.5}
   card = model_card(config, 1, [row], "gtpo export '```'", "<b>\n# c")
-  assert "on `` </script>|`a` # b‹U+202E›.jsonl ``: 1 steps" in card
+  assert "on `` </script>|`a` # b‹U+202E›.jsonl ``: 1 step of" in card
   assert r"| data.train | &lt;/script>\|`a` # b‹U+202E›.jsonl |" in card
   assert r"| &lt;b>\|/mean@2 | 0.5 | 0.5 |" in card
   assert "# &lt;b> # c, trained by gtpo\n" in card and "from `<b> # c`" in card

@@ -21,6 +21,7 @@ from gtpo_jax.models.hf.folder import is_hf_folder
 from gtpo_jax.models.lora import combine
 from gtpo_jax.rollout.policies import open_policy
 from gtpo_jax.runtime.errors import RunError, UserError, first_line
+from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.storage.files import read_json
 from gtpo_jax.tinker.models import ServedBase, Spec
 from gtpo_jax.tinker.saved_weights import ABOUT, Saved
@@ -239,7 +240,12 @@ def model_card(
   metrics = {key: (rows[-1][key],) for key in CARD_METRICS if rows and key in rows[-1]}
   settings = {key: (value,) for key, value in resolved_settings(config).items()}
   defaults = resolved_settings(Config(algorithm=AlgorithmSection(name=name)))
-  changed = {key: value for key, value in settings.items() if (defaults.get(key),) != value}
+  # What "auto" stands for follows the devices.
+  changed = {
+    key: value
+    for key, value in settings.items()
+    if (defaults.get(key),) != value and defaults.get(key) != AUTO
+  }
   settings.pop("model.preset" if config.model.path else "model.path")
   all_settings = _table("All settings", ("setting", "value"), settings)
   versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
@@ -247,7 +253,7 @@ def model_card(
     _header(name, base, "peft" if adapter else "transformers"),
     f"# {_plain(os.path.basename(base) or config.model.preset)}, trained by {name}",
     f"Reinforcement learning by `{name}` ({RECIPES[name].paper}) on {_code(config.data.train)}: "
-    f"{step} steps of {config.batch.prompts} prompts x {config.batch.group} completions, "
+    f"{step} step{'s' * (step != 1)} of {config.batch.prompts} prompts x {config.batch.group} completions, "
     f"from {origin}.",
     ADAPTER_USE if adapter else USE,
     _evaluation_table(rows, step),
