@@ -52,7 +52,7 @@ class ModelSection:
     router_replay: in a mixture of experts, the update computes each token with the experts that
       computed it when it was sampled; otherwise with the experts that its own rounding chooses.
     router_balance: in a mixture of experts, the weight of the load-balancing loss (2101.03961,
-      eqs. 4-6), which is 1 if all experts get equal shares; 0 for none.
+      eqs. 4-6) of policy updates, which is 1 if all experts get equal shares; 0 for none.
     lora_rank: rank of the LoRA adapters, which are then the only trained parameters (in float32,
       whatever param_dtype is); 0 trains all weights.
     lora_alpha: the adapters are scaled by lora_alpha / lora_rank.
