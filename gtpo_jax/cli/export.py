@@ -253,8 +253,8 @@ def model_card(
     _header(name, base, "peft" if adapter else "transformers"),
     f"# {_plain(os.path.basename(base) or config.model.preset)}, trained by {name}",
     f"Reinforcement learning by `{name}` ({RECIPES[name].paper}) on {_code(config.data.train)}: "
-    f"{step} step{'s' * (step != 1)} of {config.batch.prompts} prompts x {config.batch.group} completions, "
-    f"from {origin}.",
+    f"{step} step{'s' * (step != 1)} of {config.batch.prompts} prompts x "
+    f"{config.batch.group} completions, from {origin}.",
     ADAPTER_USE if adapter else USE,
     _evaluation_table(rows, step),
     _table(f"Step {step}", ("metric", "value"), metrics),

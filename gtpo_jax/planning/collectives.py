@@ -13,7 +13,8 @@ from gtpo_jax.runtime.chips import Chip
 
 # The last line may name the thread of a TPU that runs the computation, such as its sparse core.
 _COMPUTATION = re.compile(
-  r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:, execution_thread=\S+)?$", re.MULTILINE | re.DOTALL
+  r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:, execution_thread=\S+)?$",
+  re.MULTILINE | re.DOTALL,
 )
 _COLLECTIVE = re.compile(
   r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
