@@ -68,7 +68,7 @@ def normalised(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
   return x if norm is None else norm(x)
 
 
-# Of a gate.
+# What a gated MLP applies to its gate.
 Activation = Callable[[jax.Array], jax.Array]
 
 

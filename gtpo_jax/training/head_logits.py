@@ -92,10 +92,10 @@ def _in_one_pass(logits: jax.Array) -> _Sums:
     x, y = x.relative_to(largest), y.relative_to(largest)
     return _Sums(largest, x.total + y.total, x.weighted + y.weighted)
 
+  zero = jnp.zeros((), logits.dtype)
   # Not -inf, whose difference to itself is no number.
-  none = _Sums(jnp.finfo(logits.dtype).min, 0.0, 0.0)
+  none = _Sums(zero + jnp.finfo(logits.dtype).min, zero, zero)
   single = _Sums(logits, jnp.ones_like(logits), jnp.zeros_like(logits))
-  none = jax.tree.map(lambda x: jnp.asarray(x, logits.dtype), none)
   return jax.lax.reduce(single, none, join, (logits.ndim - 1,))
 
 
