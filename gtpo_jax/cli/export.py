@@ -242,9 +242,7 @@ def model_card(
   defaults = resolved_settings(Config(algorithm=AlgorithmSection(name=name)))
   # What "auto" stands for follows the devices.
   changed = {
-    key: value
-    for key, value in settings.items()
-    if (defaults.get(key),) != value and defaults.get(key) != AUTO
+    key: value for key, value in settings.items() if defaults.get(key) not in (*value, AUTO)
   }
   settings.pop("model.preset" if config.model.path else "model.path")
   all_settings = _table("All settings", ("setting", "value"), settings)

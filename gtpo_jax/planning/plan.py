@@ -169,7 +169,7 @@ def _first_valid(
 
 
 def _try(override: dict[str, Any], programs: RunPrograms, limit: int) -> Trial:
-  """Compiles all programs of a change until one does not fit, those that usually decide first."""
+  """Compiles the programs of a change, usually the largest first, until one does not fit."""
   largest = None
   for program in itertools.chain(programs.compile_largest(), programs.compile()):
     if program.peak > limit:

@@ -70,7 +70,7 @@ class _Sums(NamedTuple):
   weighted: jax.Array
 
   def relative_to(self, largest: jax.Array) -> _Sums:
-    """Returns the sums with a larger `largest`."""
+    """Returns the same sums with another number, at least as large, in place of m."""
     shift = self.largest - largest
     scale = jnp.exp(shift)
     return _Sums(largest, self.total * scale, (self.weighted + self.total * shift) * scale)

@@ -133,7 +133,7 @@ def test_a_change_fits_only_if_all_programs_do():
 @pytest.mark.manual
 @needs_cuda_plugin
 def test_reading_prompts_needs_no_more_with_more_layers_of_experts(monkeypatch):
-  """XLA would write the zeros that all layers' products begin with before the first layer."""
+  """XLA must not write the zeros of every layer before it computes the first layer."""
 
   def temporary_bytes(layers):
     model = dataclasses.replace(PRESETS["olmoe-1b-7b"], layers=layers)

@@ -63,8 +63,7 @@ class Blocks(NamedTuple):
       products = einsum(axes, self.take(x, i), copies, precision, x.dtype)
       return jax.lax.dynamic_update_slice_in_dim(out, products, i * self._step, 0)
 
-    shape = (blocks, len(x) // blocks, c)
-    return self._loop(add, _zeros_after(x, shape, x.dtype)).reshape(-1, c)
+    return self._loop(add, x, (blocks, len(x) // blocks, c), x.dtype).reshape(-1, c)
 
   def outer(self, x: jax.Array, y: jax.Array, experts: int, precision: str) -> jax.Array:
     """Returns f32[experts, a, c], the sums over rows of x [r, a] times y [r, c]."""
@@ -73,8 +72,7 @@ class Blocks(NamedTuple):
       products = einsum("nba,nbc->nac", self.take(x, i), self.take(y, i), precision)
       return sums.at[self._part(self.experts, i)].add(products, indices_are_sorted=True)
 
-    shape = (experts, x.shape[1], y.shape[1])
-    return self._loop(add, _zeros_after(x, shape, jnp.float32))
+    return self._loop(add, x, (experts, x.shape[1], y.shape[1]), jnp.float32)
 
   @property
   def _step(self) -> int:
@@ -83,10 +81,20 @@ class Blocks(NamedTuple):
   def _part(self, x: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, i * self._step, self._step)
 
-  def _loop(self, add: Callable[[jax.Array, jax.Array], jax.Array], first: jax.Array) -> jax.Array:
+  def _loop(
+    self,
+    add: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    shape: tuple[int, ...],
+    dtype: Any,
+  ) -> jax.Array:
+    """Returns zeros of this shape to which all parts with rows were added; `add` reads `x`."""
+    zero = jnp.zeros((), dtype)
     if len(self.experts) == self._step:
-      return add(jnp.zeros((), jnp.int32), first)
-    return jax.lax.fori_loop(0, -(-self.used // self._step), add, first)
+      return add(jnp.zeros((), jnp.int32), jnp.broadcast_to(zero, shape))
+    # Without the barrier, XLA writes the zeros of every layer before it computes the first layer.
+    zero, _ = jax.lax.optimization_barrier((zero, x))
+    return jax.lax.fori_loop(0, -(-self.used // self._step), add, jnp.broadcast_to(zero, shape))
 
 
 class Rows(NamedTuple):
@@ -196,15 +204,6 @@ def plan_rows(ids: jax.Array, experts: int, platform: str, shards: int = 1) -> R
   to_rows = to_rows.at[jnp.where(is_here, row, beyond)].set(jnp.arange(count), mode="drop")
   from_rows = jnp.where(is_here, row, -1)
   return Rows(to_rows[None], from_rows[None], Blocks(of_block, ends[-1]))
-
-
-def _zeros_after(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-  """Returns zeros that are not written before `x` is there.
-
-  XLA would write those of all layers at once, before the first layer.
-  """
-  zero, _ = jax.lax.optimization_barrier((jnp.zeros((), dtype), x))
-  return jnp.broadcast_to(zero, shape)
 
 
 def _parts(blocks: int) -> int:

@@ -45,9 +45,10 @@ def temporary_bytes(model: Transformer, slots: int, sizes: PoolSizes) -> int:
   written = 2 * sizes.touched * sizes.page
   decode = slots * position * (sizes.chunk + written) + LOGITS_COPIES * logits
   features = 2 * c.active_mlp + 2 * (c.heads + 2 * c.kv_heads) * c.head_dim
-  if c.mixture:  # a row for each expert of a token, before and after it
-    features += 2 * c.mixture.per_token * c.width
+  residual = 4 * c.width
+  if c.mixture:  # each expert of a token reads a row of its own, and returns one
+    residual += 2 * c.mixture.per_token * c.width
   tokens = max(PREFILL_TOKENS, sizes.prompt_pages * sizes.page)
   rule = rule_bytes(c.delta) // heads if c.delta else 0
-  prefill = tokens * (itemsize * (features // heads + 4 * c.width) + rule)
+  prefill = tokens * (itemsize * (features // heads + residual) + rule)
   return max(decode, prefill)
