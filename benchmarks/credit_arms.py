@@ -21,13 +21,13 @@ from gtpo_jax.arrays import Rollouts, Signals
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.truth import batch_truth, decides
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
-from gtpo_jax.rollout.token_truth import decides
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.warm_start import base_model
 
@@ -44,7 +44,7 @@ class ArmBatch:
   Attributes:
     rollouts: [n, g, t], on the device.
     signals: what advantages are computed from, host arrays.
-    codes: u8[n, g, t], the truth of the tokens (`rollout.token_truth`); 0 where it is unknown.
+    codes: u8[n, g, t], the truth of the tokens (`logs.truth`); 0 where it is unknown.
     key: seeds what is random in an arm.
   """
 
@@ -89,13 +89,13 @@ def collector_of(
 
 def next_batch(collector: Collector, params: Params, key: int) -> ArmBatch:
   """Samples the collector's next batch with these parameters; `key` as in `ArmBatch`."""
-  return batch_of(collector.collect(params, 0, print), key)
+  return batch_of(collector.collect(params, 0, print), collector.worker, key)
 
 
-def batch_of(collected: Batch, key: int) -> ArmBatch:
+def batch_of(collected: Batch, worker: RolloutWorker, key: int) -> ArmBatch:
   """Returns what the arms read of a collected batch; `key` as in `ArmBatch`."""
   rollouts = collected.rollouts
-  codes = collected.truth
+  codes = batch_truth(collected, worker).tokens
   if codes is None:
     codes = np.zeros(rollouts.tokens.shape, np.uint8)
   return ArmBatch(rollouts, batch_signals(collected), codes, key)

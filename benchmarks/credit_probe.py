@@ -15,10 +15,10 @@ from credit_arms import REFERENCE, Arm, ArmBatch, collector_of, next_batch
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit_scores import auroc, class_weight, credit_scores
+from gtpo_jax.logs.truth import CLASSES, decides, is_wrong, of_class
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.scoring.manager import RewardManager
-from gtpo_jax.rollout.token_truth import CLASSES, decides, is_wrong, of_class
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.training.log_probs import Reading, head_settings, score
 

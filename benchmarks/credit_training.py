@@ -158,7 +158,7 @@ def train_real(
   evaluations = {}
   for step in range(1, sizes.steps + 1):
     experience = collector.collect(state.params, step - 1, print)
-    batch = batch_of(experience, config.seed * 10_000 + step)
+    batch = batch_of(experience, collector.worker, config.seed * 10_000 + step)
     rollouts = batch.rollouts
     if arm.entropy is not None:
       rollouts = rollouts.replace(entropy=jax.numpy.asarray(arm.entropy(batch)))

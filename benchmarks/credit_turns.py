@@ -53,6 +53,7 @@ from study import (
 from turn_tasks import TURN_TASKS, config_of
 
 from gtpo_jax.logs.credit_scores import step_metrics
+from gtpo_jax.logs.truth import batch_truth
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 
@@ -135,8 +136,9 @@ def truth_cell(out: Path, task: str) -> dict[str, Any]:
     collector = collector_of(config, worker, rewards)
     for _ in range(TRUTH_BATCHES):
       batch = collector.collect(params, 0, print)
+      truth = batch_truth(batch, worker)
       for arm, algorithm in algorithms.items():
-        metrics = step_metrics(algorithm, batch)
+        metrics = step_metrics(algorithm, batch, truth)
         found[arm].append({key: x for key, x in metrics.items() if "/turn_" in key})
   return {"arms": found}
 

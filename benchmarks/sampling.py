@@ -67,10 +67,10 @@ def ours(
   def call(seed: int) -> dict[str, float]:
     first = len(engine.spans)
     keys = engine.completion_keys(jax.random.key(seed), len(prompts), args.group)
-    buffer = engine.buffer(prompts, keys, token_limits=limits)
-    for _ in engine.generate(params, buffer, sampling_params=SamplingParams()):
+    rows = engine.completions(prompts, keys, token_limits=limits)
+    for _ in engine.generate(params, rows, sampling_params=SamplingParams()):
       pass
-    assert (buffer.mask.sum(-1) == limits).all()
+    assert [[completion.length for completion in row] for row in rows] == limits.tolist()
     seconds = dict.fromkeys(PHASES, 0.0)
     for span in list(engine.spans)[first:]:
       seconds[span.phase] += span.end - span.begin

@@ -59,9 +59,8 @@ def reference(folder: Path, tokens: int) -> list[str]:
   policy = worker.policy(read()[0])
   problems = [Problem(str(i), user(text), "", "") for i, text in enumerate(QUESTIONS)]
   keys = policy.engine.completion_keys(jax.random.key(0), len(problems), 1)
-  rollouts = sample_problems(Turns(worker, 1), policy, problems, keys, GREEDY)
-  rows = zip(rollouts.tokens[:, 0], rollouts.present[:, 0], strict=True)
-  return worker.decode([ids[present] for ids, present in rows])
+  rows = sample_problems(Turns(worker, 1), policy, problems, keys, GREEDY)
+  return worker.decode([completion.tokens for (completion,) in rows])
 
 
 def install(client: str, folder: Path) -> Path:

@@ -62,14 +62,9 @@ def print_episodes(
   from gtpo_jax.rollout.episodes.sample import sample_prompt
 
   policy = worker.policy(params)
-  rollouts, episodes = sample_prompt(worker, policy, prompt, row, keys(1, n), sampling_params)
-  for j, episode in enumerate(episodes):
-    present = rollouts.present[0, j]
-    print(
-      _transcript(worker, rollouts.tokens[0, j][present], rollouts.mask[0, j][present], show),
-      _outcome(episode),
-      sep="\n",
-    )
+  for completion in sample_prompt(worker, policy, prompt, row, keys(1, n), sampling_params):
+    transcript = _transcript(worker, completion.tokens, completion.mask, show)
+    print(transcript, _outcome(completion.episode), sep="\n")
 
 
 def _transcript(

@@ -82,11 +82,12 @@ def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: D
   printed = ""
   texts = [""] * args.n
   engine = policy.engine
-  buffer = engine.buffer([prompt], engine.completion_keys(jax.random.key(args.seed), 1, args.n))
-  text_of = lambda j: worker.decode([buffer.at(0, j).ids])[0]
+  keys = engine.completion_keys(jax.random.key(args.seed), 1, args.n)
+  rows = engine.completions([prompt], keys)
+  text_of = lambda completion: worker.decode([completion.tokens])[0]
   chunks = engine.generate(
     policy.params,
-    buffer,
+    rows,
     sampling_params=sampling_params,
     stream_interval=STREAM_INTERVAL if stream else None,
   )
@@ -94,16 +95,18 @@ def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: D
     first = next(chunks)
   for ended in itertools.chain([first], chunks):
     if stream and args.n == 1:
-      text = text_of(0).rstrip("\ufffd")  # an incomplete character, which needs more tokens
+      text = text_of(rows[0][0]).rstrip(
+        "\ufffd"
+      )  # an incomplete character, which needs more tokens
       if worker.stop_strings:
         text = worker.stop_strings.without_begun(text)
       text = show(text)
       print(text[len(printed) :], end="", flush=True)
       printed = text
-    for _, j in ended:
-      texts[j] = show(text_of(j))
+    for completion in ended:
+      texts[completion.index] = show(text_of(completion))
       if stream and args.n > 1:  # print each completion when it is complete
-        print(texts[j], flush=True)
+        print(texts[completion.index], flush=True)
   if not stream:
     print(*texts, sep="\n")
   elif args.n == 1:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 
 from gtpo_jax.config import Config, flatten, to_dict
 from gtpo_jax.data.records import Problem
@@ -18,7 +19,7 @@ from gtpo_jax.evaluation.outcome import Evaluation, ScoredCompletions, concatena
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.episodes.group_turns import Turns
-from gtpo_jax.rollout.episodes.sample import sample_problems
+from gtpo_jax.rollout.episodes.sample import EVALUATION, sample_problems
 from gtpo_jax.rollout.problems import eval_label
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
@@ -123,7 +124,8 @@ def evaluate_run(
       raise Stopped
     part = problems[start : start + batch]
     n = len(part)
-    pending = PendingRewards(reward_manager, part, group, worker.decode, evaluates=True)
+    by_group = {(EVALUATION, start + i): problem for i, problem in enumerate(part)}
+    pending = PendingRewards(reward_manager, by_group, group, worker.decode, evaluates=True)
     batch_key = jax.random.fold_in(key, start)
     keys = policy.engine.completion_keys(batch_key, batch, group)
 
@@ -132,19 +134,19 @@ def evaluate_run(
       return stopping()
 
     turns = Turns(worker, group, config.seed)
-    sample_problems(turns, policy, part, keys, sampling_params, pending, counted, start)
+    rows = sample_problems(turns, policy, part, keys, sampling_params, pending, counted, start)
     result = pending.result(stopping)
     complete += n * group
     kept = ("judge/",) if sampling_params == GREEDY else ("judge/", "env/")
     tallies.append(result.tallies.only(kept))
     return ScoredCompletions(
-      texts=pending.texts,
+      texts=[[completion.text for completion in row] for row in rows],
       correct=result.correct,
       scored=result.scored,
       reward=result.reward,
-      lengths=pending.lengths,
-      finished=pending.finished,
-      answers=pending.answers,
+      lengths=np.asarray([[completion.drawn for completion in row] for row in rows], np.int32),
+      finished=np.asarray([[completion.finished for completion in row] for row in rows]),
+      answers=[[completion.answer for completion in row] for row in rows],
     )
 
   def complete_all(group: int, sampling_params: SamplingParams) -> ScoredCompletions:

@@ -13,7 +13,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -24,8 +24,8 @@ from gtpo_jax.algorithms import Algorithm, has_contrast
 from gtpo_jax.arrays import Rollouts, Signals
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.logs.log_files import describe_steps
+from gtpo_jax.logs.truth import PLAYERS, BatchTruth
 from gtpo_jax.rollout.batch import Batch
-from gtpo_jax.rollout.scoring.turn_signals import PLAYERS
 from gtpo_jax.runtime.distributed import fetch, is_first_process
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.storage.files import set_aside
@@ -67,7 +67,7 @@ class CreditRecord:
   turn_reward: np.ndarray  # f32[n, g, t], as in `Rewards`; 0 if turns are not compared
   turn_state: np.ndarray  # i32[n, g, t], as in `Rewards`; 0 if turns are not compared
   turn_truth: np.ndarray  # f32[n, g, t], see `_turn_truth`; NaN if unknown
-  truth: np.ndarray  # u8[n, g, t], the codes of `rollout.token_truth`; all 0 if they are unknown
+  truth: np.ndarray  # u8[n, g, t], the codes of `logs.truth`; all 0 if they are unknown
   shown: np.ndarray  # i32[k], indices of the groups shown
   ids: np.ndarray  # i32[k, g, t], token ids; 0 after the end of a completion, like the next two
   log_probs: np.ndarray  # f32[k, g, t], nats
@@ -114,7 +114,13 @@ TEXTS = ("pieces", "prompts", "answers", "stops")
 
 
 def write_credit(
-  workdir: Path, step: int, batch: Batch, chat: Chat, groups: int, timeline: np.ndarray
+  workdir: Path,
+  step: int,
+  batch: Batch,
+  truth: BatchTruth,
+  chat: Chat,
+  groups: int,
+  timeline: np.ndarray,
 ) -> None:
   """Writes the record of a step, with the tokens of `groups` groups, the most mixed first.
 
@@ -148,8 +154,8 @@ def write_credit(
     divergence=divergence,
     turn_reward=_or_zeros(rewards.turn_reward, rollouts.tokens, np.float32),
     turn_state=_or_zeros(rewards.turn_state, rollouts.tokens, np.int32),
-    turn_truth=_turn_truth(batch),
-    truth=np.zeros(rollouts.tokens.shape, np.uint8) if batch.truth is None else batch.truth,
+    turn_truth=_turn_truth(truth.turns, rollouts.tokens.shape),
+    truth=_or_zeros(truth.tokens, rollouts.tokens, np.uint8),
     shown=shown,
     ids=rollouts.tokens[shown],
     log_probs=rollouts.log_probs[shown],
@@ -163,11 +169,11 @@ def write_credit(
   save_credit(workdir, record)
 
 
-def _turn_truth(batch: Batch) -> np.ndarray:
+def _turn_truth(turns: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
   """Returns the true advantages of turns, f32[n, g, t], for the policy where that is known."""
-  truth = np.full(batch.rollouts.tokens.shape, np.nan, np.float32)
+  truth = np.full(shape, np.nan, np.float32)
   for player in PLAYERS:  # the policy comes last
-    known = batch.turn_truth.get(player, truth)
+    known = turns.get(player, truth)
     truth = np.where(np.isnan(known), truth, known)
   return truth
 

@@ -14,32 +14,32 @@ import numpy as np
 
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.logs.credit import batch_signals, shaped_and_advantages
+from gtpo_jax.logs.truth import CLASSES, BatchTruth, decides, is_wrong, of_class
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.scoring.turn_signals import first_tokens
-from gtpo_jax.rollout.token_truth import CLASSES, decides, is_wrong, of_class
 
 DIGITS = 5  # decimal places of the credit relative to the largest; smaller differences are ties
 
 
-def step_metrics(algorithm: Algorithm, batch: Batch) -> dict[str, float]:
+def step_metrics(algorithm: Algorithm, batch: Batch, truth: BatchTruth) -> dict[str, float]:
   """Returns the truth metrics of a step; {} if nothing of the batch knows its truth.
 
   `truth/known` is the share of the tokens with a code; `truth_metrics` and `turn_metrics` describe
   the others. Every process must call it.
   """
-  if batch.truth is None and not batch.turn_truth:
+  if truth.tokens is None and not truth.turns:
     return {}
   signals = batch_signals(batch)
   _, advantages = shaped_and_advantages(algorithm, signals)
   mask = signals.mask
   advantages = np.asarray(advantages)
   metrics = {}
-  if batch.truth is not None:
-    codes = np.where(mask, batch.truth, 0)
+  if truth.tokens is not None:
+    codes = np.where(mask, truth.tokens, 0)
     metrics["truth/known"] = _ratio((codes > 0).sum(), mask.sum())
     metrics |= truth_metrics(codes, signals.correct, advantages, signals.entropy)
-  for player, truth in batch.turn_truth.items():
-    found = turn_metrics(truth, advantages, mask)
+  for player, of_turns in truth.turns.items():
+    found = turn_metrics(of_turns, advantages, mask)
     metrics |= {f"truth/turn_{name}/{player}": value for name, value in found.items()}
   return metrics
 

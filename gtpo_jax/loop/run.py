@@ -26,6 +26,7 @@ from gtpo_jax.logs.profile import trace_window
 from gtpo_jax.logs.sessions import SessionRecord
 from gtpo_jax.logs.summary import describe_run, summarize, without_other_evaluations
 from gtpo_jax.logs.trackers import WeightsAndBiases
+from gtpo_jax.logs.truth import batch_truth
 from gtpo_jax.loop.evaluations import Evaluations
 from gtpo_jax.loop.guards import Guards
 from gtpo_jax.loop.prepare import Parts
@@ -208,7 +209,9 @@ class Run:
     with _sampled_again(self.collector), jax.profiler.TraceAnnotation("update"), phase("update"):
       state, metrics = self._compiled_update(state, batch.rollouts, batch.rewards, *self._teacher)
       metrics = {name: float(value) for name, value in fetch(metrics).items()}
-      metrics |= step_metrics(self.config.resolved_algorithm, batch)
+      own_verifier = self._parts.reward_manager.has_own_verifier
+      self._truth = batch_truth(batch, self.worker, own_verifier)
+      metrics |= step_metrics(self.config.resolved_algorithm, batch, self._truth)
     ended = time.perf_counter()
     self.state = state
     metrics = batch.add_metrics(metrics)
@@ -238,7 +241,8 @@ class Run:
     if log.keeps_credit(step, self.config.steps):
       timeline = step_timeline(batch.spans, metrics)
       folder = self._place.logs.folder
-      write_credit(folder, step, batch, self.worker.chat, log.credit_groups, timeline)
+      chat = self.worker.chat
+      write_credit(folder, step, batch, self._truth, chat, log.credit_groups, timeline)
     self.guards.check(step, metrics, batch.to_arrays)
 
   def save(self, state: TrainState, wait: bool = False) -> None:

@@ -73,9 +73,8 @@ class TrainedPolicy:
     policy = worker.policy(self.params)
     keys = policy.engine.completion_keys(jax.random.key(seed), 1, n)
     sampling_params = SamplingParams(temperature, top_p=top_p)
-    rollouts, _ = sample_prompt(worker, policy, prompt, row or {}, keys, sampling_params)
-    completions = zip(rollouts.tokens[0], rollouts.present[0], strict=True)
-    return self.worker.decode([tokens[present] for tokens, present in completions])
+    completions = sample_prompt(worker, policy, prompt, row or {}, keys, sampling_params)
+    return self.worker.decode([completion.tokens for completion in completions])
 
   def save(self, folder: str | Path, dtype: str | None = None) -> None:
     """Writes a Hugging Face folder; see `models.save`."""

@@ -12,9 +12,9 @@ from gtpo_jax.algorithms import RECIPES, Algorithm, make
 from gtpo_jax.logs.credit import CreditRecord, credit_files, read_credit, shaped_and_advantages
 from gtpo_jax.logs.credit_scores import class_weight, truth_metrics
 from gtpo_jax.logs.text import visible
+from gtpo_jax.logs.truth import of_class
 from gtpo_jax.report.inline_svg import GRID, INK, MINUS, PLUS, drawing_style, inline_svg
 from gtpo_jax.report.runs import RunGroup, run_label
-from gtpo_jax.rollout.token_truth import of_class
 
 ROW_IN = 0.26  # inches per algorithm
 # By class, from the most deserving: marker, color, and whether the marker is filled.

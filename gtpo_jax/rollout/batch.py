@@ -17,7 +17,7 @@ from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.turns import Episode
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.groups import Group, batch_like, stack, without_scores
+from gtpo_jax.rollout.groups import Group, batch_like, rollouts_of, stack, without_scores
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import axis_size, named_sharding, shard_batch
@@ -31,39 +31,50 @@ class Batch:
   """A step's batch.
 
   Attributes:
+    groups: n groups, with their problems, completions and rewards on the host.
     rollouts: [n, g, ...], on the mesh.
     rewards: [n, g], on the mesh.
-    problems: n problems.
-    texts: [n][g], decoded completions.
-    correct: bool[n, g], on the host.
-    scored: bool[n, g], on the host; False if there is no verdict.
-    truth: u8[n, g, t], on the host: the tokens' truth codes (`rollout.token_truth`); None if no
-      problem of the batch knows them.
     metrics: statistics of all sampled completions, dropped ones included, and the time spent.
     spans: when the step's prompts were prefilled, its tokens decoded and its rewards awaited, in
       seconds since the beginning of the step.
-    episodes: [n][g]; None for a group that has none.
-    turn_truth: f32[n, g, t] by player, on the host: the true advantages of turns
-      (`rollout.scoring.turn_signals`); only of the players for whom some are known.
   """
 
+  groups: Sequence[Group]
   rollouts: Rollouts
   rewards: Rewards
-  problems: list[Problem]
-  texts: list[list[str]]
-  correct: np.ndarray
-  scored: np.ndarray
-  truth: np.ndarray | None
   metrics: dict[str, float]
   spans: list[Span]
-  episodes: list[list[Episode] | None]
-  turn_truth: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+  @property
+  def problems(self) -> list[Problem]:
+    """n problems."""
+    return [group.problem for group in self.groups]
+
+  @property
+  def texts(self) -> list[list[str]]:
+    """[n][g], decoded completions."""
+    return [group.texts for group in self.groups]
+
+  @property
+  def episodes(self) -> list[list[Episode | None] | None]:
+    """[n][g]; None for a group that has none."""
+    return [group.episodes for group in self.groups]
+
+  @property
+  def correct(self) -> np.ndarray:
+    """bool[n, g], on the host."""
+    return np.stack([group.rewards.correct for group in self.groups])
+
+  @property
+  def scored(self) -> np.ndarray:
+    """bool[n, g], on the host; False if there is no verdict."""
+    return np.stack([group.rewards.scored for group in self.groups])
 
   def first_completion(self, i: int) -> tuple[str, str, bool | None]:
     """Returns problem i, its first completion, and whether it is correct (None: no verdict)."""
-    prompt = self.problems[i].messages[-1]["content"]
-    verdict = bool(self.correct[i, 0]) if self.scored[i, 0] else None
-    return prompt, self.texts[i][0], verdict
+    group = self.groups[i]
+    verdict = bool(group.rewards.correct[0]) if group.rewards.scored[0] else None
+    return group.problem.messages[-1]["content"], group.completions[0].text, verdict
 
   def add_metrics(self, update: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics of the update together with `metrics`.
@@ -147,15 +158,21 @@ class Placement:
       scorers.append((score, params if frozen is None else frozen, read))
     return [functools.partial(score.lower, x, y) for score, x, read in scorers for y in read]
 
-  def place(self, params: Params, groups: Sequence[Group]) -> tuple[Rollouts, Rewards]:
+  def place(
+    self, params: Params, groups: Sequence[Group], version: int
+  ) -> tuple[Rollouts, Rewards]:
     """Returns the rollouts and the rewards of groups, [n, g, ...].
 
     Args:
       params: the policy's parameters in training layout.
       groups: n complete groups.
+      version: the number of updates that `params` have had.
     """
-    rollouts = stack([group.rollouts for group in groups])
-    rollouts = rollouts.replace(gaps=None if self._config.env.is_used else False)
+    config = self._config
+    rollouts = rollouts_of(config, groups, self._worker.chat.pad)
+    rollouts = rollouts.replace(gaps=None if config.env.is_used else False)
+    if config.resolved_algorithm.settings.dynamic_sampling or config.sampling.staleness:
+      rollouts = rollouts.replace(stale=np.stack([group.stale(version) for group in groups]))
     if self._config.teacher.prompt:
       rollouts = rollouts.replace(teacher_prompts=self._teacher_prompts(groups))
     if self._pack or rollouts.begins is not None:

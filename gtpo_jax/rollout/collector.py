@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,8 +23,6 @@ from gtpo_jax.rollout.group_pool import GroupPool
 from gtpo_jax.rollout.groups import Group, restore_groups, save_groups
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
-from gtpo_jax.rollout.scoring.turn_signals import turn_truth
-from gtpo_jax.rollout.token_truth import token_truth
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.signals import Stopped
@@ -41,6 +40,10 @@ class Collector:
   A step samples one generation batch and trains on it: the pool has n groups and is emptied. With
   dynamic sampling and `sampling.staleness`, groups stay in the pool for the next step: those that
   were not needed and, with staleness, those whose completions have not all ended.
+
+  Attributes:
+    worker: samples completions.
+    placement: places the groups of a batch on the mesh.
   """
 
   def __init__(
@@ -61,7 +64,7 @@ class Collector:
     steps: the steps of the run so far, each on one generation batch. `restore` replaces it.
     """
     self._config = config
-    self._worker = worker
+    self.worker = worker
     self._reward_manager = reward_manager
     self._frozen = frozen
     self._settings = config.resolved_algorithm.settings
@@ -112,7 +115,7 @@ class Collector:
     self, params: Params, version: int, say: Callable[[str], None], stopping: Callable[[], bool]
   ) -> Batch:
     began = time.perf_counter()
-    policy = self._worker.policy(params)
+    policy = self.worker.policy(params)
     policies = filter(None, (policy, self._frozen.guide))
     engines = list(dict.fromkeys(policy.engine for policy in policies))
     for engine in engines:
@@ -126,35 +129,15 @@ class Collector:
       chosen = pool.choose()
     groups, metrics = self._take(chosen, rounds, version, say)
     sampled = time.perf_counter()
-    rollouts, rewards = self.placement.place(params, groups)
-    own_verifier = self._reward_manager.has_own_verifier
-    truth = token_truth(groups, self._worker.chat, own_verifier)
-    played = self._worker.episodes
-    turns = turn_truth(
-      np.stack([group.rollouts.mask for group in groups]),
-      [group.problem.row for group in groups],
-      [group.episodes for group in groups],
-      played and played.rules,
-    )
+    rollouts, rewards = self.placement.place(params, groups, version)
     scoring_s = sum(pool.scoring_s for pool in rounds)
     spans = [span for engine in engines for span in engine.spans]
     spans.append(Span("reward", sampled - scoring_s, sampled, 0.0))
     metrics |= policy.engine.statistics
     metrics |= {"time/sample": time.perf_counter() - began - scoring_s, "time/reward": scoring_s}
     metrics |= self._turns.metrics(metrics)
-    return Batch(
-      rollouts,
-      rewards,
-      [group.problem for group in groups],
-      [group.texts for group in groups],
-      np.stack([group.rewards.correct for group in groups]),
-      np.stack([group.rewards.scored for group in groups]),
-      truth,
-      metrics,
-      [span._replace(begin=span.begin - began, end=span.end - began) for span in spans],
-      [group.episodes for group in groups],
-      turns,
-    )
+    since_began = [span._replace(begin=span.begin - began, end=span.end - began) for span in spans]
+    return Batch(groups, rollouts, rewards, metrics, since_began)
 
   def _sample(self, policy: Policy, version: int, stopping: Callable[[], bool]) -> GroupPool:
     """Samples the groups of the pool and new ones, and scores complete ones.
@@ -164,59 +147,72 @@ class Collector:
     dynamic sampling, rewards are then awaited once there would be a batch if all groups without
     rewards had contrast.
     """
-    worker = self._worker
+    worker = self.worker
     config = self._config
     new = self._n if not self._staleness else config.pool_size - len(self._kept)
     drawn = self._drawing.draw(self._begun, new, self._kept)
-    begun = [Group(index, problem, None, None, [], version) for index, problem in drawn]
+    begun = [Group(index, problem, version) for index, problem in drawn]
     groups = self._turns.open([*self._kept, *begun], version, stopping)
     unscored = [group for group in groups if group.rewards is None]
-    problems = [group.problem for group in unscored]
-    buffer = policy.engine.buffer(
+    rows = policy.engine.completions(
       [self._turns.encode(group) for group in unscored],
       _keys(config, policy.engine, KeyStream.SAMPLE, unscored, config.policy_completions),
     )
+    sampled = {group.index: row for group, row in zip(unscored, rows, strict=True)}
+    for group in unscored:
+      for completion in sampled[group.index]:
+        completion.group = group.index
+      for completion, earlier in zip(sampled[group.index], group.completions, strict=False):
+        completion.resume(earlier)
+    groups = [
+      dataclasses.replace(group, completions=sampled.get(group.index, group.completions))
+      for group in groups
+    ]
+    problems = {group.index: group.problem for group in unscored}
     pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.decode)
-    pool = GroupPool(config, groups, policy.engine, buffer, pending, version, self._turns.episode)
-    completions = self._turns.generate(
-      policy, buffer, unscored, config.sampling_params, stopping, config.pool_size
-    )
-    for ended in completions:
+    pool = GroupPool(config, groups, pending, version)
+    ends = self._turns.generate(policy, rows, config.sampling_params, stopping, config.pool_size)
+    for ended in ends:
       pool.end(ended)
       if self._staleness and pool.choose(scored=False):
         self._score(pool, stopping)
         if pool.choose():
           break
-    completions.close()
+    ends.close()
     pool.end(self._turns.settle(stopping))
     self._score(pool, stopping)
-    pool.finish(len(self._kept))
-    pool.groups = self._turns.finish(pool.groups)
-    self._begun += len(pool.groups) - len(self._kept)
-    self._kept = pool.left
+    old = len(self._kept)
+    dropped = {group.index for group in pool.dropped}
+    begun = self._turns.finish(pool.finish(old))
+    self._begun += len(begun) - old
+    self._kept = [group for group in begun if group.index not in dropped]
     self._drawing.observe(pool.completed, self._kept)
     return pool
 
   def _score(self, pool: GroupPool, stopping: Callable[[], bool]) -> None:
     """Completes the groups whose own completions have ended, with the guide's and with rewards."""
     unscored = pool.unscored()
-    rows = list(unscored)
-    if not rows:
+    if not unscored:
       return
     if guide := self._frozen.guide:
       count = self._settings.guide_completions
-      for start in range(0, len(rows), self._n):
-        part = rows[start : start + self._n]
-        groups = [unscored[row] for row in part]
+      for start in range(0, len(unscored), self._n):
+        groups = unscored[start : start + self._n]
         keys = _keys(self._config, guide.engine, KeyStream.GUIDE, groups, count)
-        buffer = guide.engine.buffer([pool.buffer.prompts[row] for row in part], keys)
-        settings = {"sampling_params": self._config.sampling_params, "prompts_at_once": self._n}
+        prompts = [group.completions[0].prompt.tokens for group in groups]
+        rows = guide.engine.completions(prompts, keys)
         with jax.profiler.TraceAnnotation("sample"):
-          for _ in guide.engine.generate(guide.params, buffer, **settings):
+          for _ in guide.engine.generate(
+            guide.params,
+            rows,
+            sampling_params=self._config.sampling_params,
+            prompts_at_once=self._n,
+          ):
             if stopping():
               raise Stopped
-        pool.add_guided(part, buffer, guide.engine.rollouts(buffer))
-    pool.score(rows, stopping)
+        for group, row in zip(groups, rows, strict=True):
+          pool.add_guided(group.index, row)
+    pool.score(unscored, stopping)
 
   def _take(
     self,
@@ -261,7 +257,7 @@ class Collector:
     taken = {group.index for group in chosen}
     self._kept = [group for group in self._kept if group.index not in taken]
     filler = [group.as_filler() for group in no_contrast[len(no_contrast) - short :]]
-    batch = [group.with_stale(version) for group in [*chosen, *filler]]
+    batch = [*chosen, *filler]
     if dynamic:
       metrics |= sampled_metrics(sampled) if sampled else {}
       metrics |= {
@@ -299,7 +295,7 @@ class Collector:
     """
     problem_at = self._drawing.restore(leftovers)
     if "begun" in leftovers:
-      decode = self._worker.decode
+      decode = self.worker.decode
       self._kept = restore_groups(self._config, leftovers, problem_at, decode)
       self._begun = int(leftovers["begun"])
 

@@ -180,9 +180,7 @@ class DrawingByDifficulty:
       self._observed += 1
       self._repeated += bool(tried[number])
       rewards = group.rewards
-      counted = rewards.scored
-      if group.rollouts.guided is not None:
-        counted = counted & ~group.rollouts.guided
+      counted = rewards.scored & group.own
       if counted.any():
         right[number] = DECAY * right[number] + (rewards.correct & counted).sum()
         tried[number] = DECAY * tried[number] + counted.sum()

@@ -15,13 +15,19 @@ def sampled_metrics(groups: Sequence[Group]) -> dict[str, float]:
   `batch_metrics` computes them, by the same names, over the groups that are trained on.
   """
   rewards = stack([group.rewards for group in groups])
-  rollouts = stack([group.rollouts for group in groups])
-  own = np.ones(rewards.correct.shape, bool) if rollouts.guided is None else ~rollouts.guided
+  own = np.stack([group.own for group in groups])
   judged = own & rewards.scored
   correct = rewards.correct
-  lengths = rollouts.mask.sum(-1)
-  own_tokens = rollouts.mask & own[..., None]
-  entropy_of = lambda side: _mean(rollouts.entropy, own_tokens & side[..., None])
+  rows = [group.completions for group in groups]
+  lengths = np.asarray([[completion.mask.sum() for completion in row] for row in rows])
+  finished = np.asarray([[completion.finished for completion in row] for row in rows])
+
+  def entropy_of(side: np.ndarray) -> float:
+    of_side = [rows[i][j] for i, j in np.argwhere(side)]
+    drawn = [completion.arrays()["entropy"][completion.mask] for completion in of_side]
+    entropy = np.concatenate([np.zeros(0, np.float32), *drawn])
+    return _mean(entropy, np.ones(len(entropy), bool))
+
   return {
     "reward/accuracy": _mean(correct, judged),
     "reward/mean": _mean(rewards.reward + rewards.penalty, judged),
@@ -33,7 +39,7 @@ def sampled_metrics(groups: Sequence[Group]) -> dict[str, float]:
     "length/mean": _mean(lengths, own),
     "length/min": float(lengths[own].min()),
     "length/max": float(lengths[own].max()),
-    "length/cut_off": _mean(~rollouts.finished, own),
+    "length/cut_off": _mean(~finished, own),
   }
 
 
@@ -43,9 +49,7 @@ def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
   for source in sorted({group.problem.source for group in groups} - {""}):
     own = [group for group in groups if group.problem.source == source]
     rewards = stack([group.rewards for group in own])
-    judged = rewards.scored
-    if own[0].rollouts.guided is not None:
-      judged = judged & ~np.stack([group.rollouts.guided for group in own])
+    judged = rewards.scored & np.stack([group.own for group in own])
     metrics[f"source/{source}/accuracy"] = _mean(rewards.correct, judged)
     metrics[f"source/{source}/reward"] = _mean(rewards.reward + rewards.penalty, judged)
     metrics[f"source/{source}/groups"] = len(own) / len(groups)
@@ -59,14 +63,8 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
     groups: the groups to train on.
     version: the number of updates so far.
   """
-  ages = []
-  for group in groups:
-    rollouts = group.rollouts
-    own = rollouts.mask
-    if rollouts.guided is not None:
-      own = own & ~rollouts.guided[:, None]
-    ages.append(version - rollouts.versions[own])
-  age = np.concatenate(ages)
+  own = [x for group in groups for x in group.completions if not x.guided]
+  age = version - np.concatenate([x.versions[x.mask] for x in own])
   return {
     "staleness/mean": float(age.mean()) if age.size else 0.0,
     "staleness/max": float(age.max(initial=0)),

@@ -9,21 +9,17 @@ policy that drew it.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.environments.metrics import Tallies
-from gtpo_jax.environments.turns import Episode
-from gtpo_jax.rollout.groups import EndedCompletion, Group, append_guided, row_of
+from gtpo_jax.rollout.groups import Group, row_of
 from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.scoring.turn_signals import with_turns
-from gtpo_jax.sampling.buffer import CompletionBuffer
-from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.completion import Completion
 
 
 def choose(
@@ -56,12 +52,7 @@ def choose(
 class GroupPool:
   """The groups of one round of sampling: first from earlier rounds and steps, then new ones.
 
-  Row r of the buffer has the completions of the r-th group without rewards. The groups get its
-  tokens when they are scored, and from `finish`.
-
   Attributes:
-    groups: the groups, oldest first.
-    buffer: the policy's completions [rows, g, ...] of the groups without rewards.
     completed: the groups that became complete and were scored, in this order.
     dropped: the groups among them without contrast, with dynamic sampling.
     tallies: the metrics of the rewards, each time that rewards were awaited.
@@ -71,53 +62,34 @@ class GroupPool:
   """
 
   def __init__(
-    self,
-    config: Config,
-    groups: Sequence[Group],
-    engine: Engine,
-    buffer: CompletionBuffer,
-    pending: PendingRewards,
-    version: int,
-    episode: Callable[[int, int], Episode | None],
+    self, config: Config, groups: Sequence[Group], pending: PendingRewards, version: int
   ):
     """Args:
     config: the run's config.
-    groups: the groups, oldest first.
-    engine: the policy's.
-    buffer: an empty row for each group without rewards.
-    pending: scores the completions of these rows.
+    groups: the groups, oldest first. Those without rewards have the policy's completions.
+    pending: scores these completions.
     version: the number of updates so far.
-    episode: returns the episode of a completion of the buffer that has ended, if it has one.
     """
-    self.groups = list(groups)
-    self.buffer = buffer
     self.completed: list[Group] = []
     self.dropped: list[Group] = []
     self.tallies: list[Tallies] = []
-    self.new_tokens = 0
     self.scoring_s = 0.0
+    self._groups = {group.index: group for group in groups}  # oldest first
     self._pending = pending
     self._version = version
-    self._episode = episode
-    self._n = config.batch.prompts
-    self._own = config.policy_completions
-    self._staleness = config.sampling.staleness
+    self._config = config
     self._compares_turns = bool(config.resolved_algorithm.recipe.turns)
-    self._env_weight = dict(config.reward.weighted).get("env", 0.0)
     self._dynamic = config.resolved_algorithm.settings.dynamic_sampling
-    self._guided: dict[int, Rollouts] = {}
-    self._index = [i for i, group in enumerate(groups) if group.rewards is None]
-    self._missing = np.full(len(self._index), self._own)
-    self._versions = np.zeros_like(buffer.tokens) if self._staleness else None
-    for row, i in enumerate(self._index):
-      if (begun := groups[i].rollouts) is not None:
-        buffer.restore(row, begun)
-        self._versions[row] = begun.versions
-    self._before = buffer.mask.copy()
-    self._rollouts = engine.rollouts(buffer)  # the same arrays, into which the engine writes
-    if config.needs_drawn_log_probs:
-      self._rollouts = self._rollouts.replace(drawn_log_probs=buffer.drawn_log_probs)
-    self.read_again = int(buffer.lengths[~buffer.ended()].sum())
+    own = [x for group in groups if group.rewards is None for x in group.completions]
+    self._missing = collections.Counter(completion.group for completion in own)
+    self.new_tokens = -sum(int(completion.mask.sum()) for completion in own)
+    self.read_again = sum(completion.length for completion in own if not completion.ended)
+    self._own = own
+
+  @property
+  def groups(self) -> list[Group]:
+    """The groups, oldest first."""
+    return list(self._groups.values())
 
   @property
   def left(self) -> list[Group]:
@@ -125,27 +97,24 @@ class GroupPool:
     dropped = {group.index for group in self.dropped}
     return [group for group in self.groups if group.index not in dropped]
 
-  def end(self, ended: Sequence[tuple[int, int]]) -> None:
-    """Takes the (row, index) of completions that have ended, and starts to score them.
+  def end(self, ended: Sequence[Completion]) -> None:
+    """Takes completions that have ended, and starts to score them.
 
     With staleness, completions are scored when all of their group have ended: otherwise those of
     unfinished groups would be scored again in the next step.
     """
-    for row, _ in ended:
-      self._missing[row] -= 1
-    if self._staleness:
-      rows = [row for row in dict.fromkeys(row for row, _ in ended) if not self._missing[row]]
-      ended = [(row, j) for row in rows for j in range(self._own)]
-    of = EndedCompletion.of
-    self._pending.put(
-      [of(self.buffer, i, j, problem=i, episode=self._episode(i, j)) for i, j in ended]
-    )
+    for completion in ended:
+      completion.mark_version(self._version)
+      self._missing[completion.group] -= 1
+    if self._config.sampling.staleness:
+      whole = dict.fromkeys(x.group for x in ended if not self._missing[x.group])
+      ended = [completion for index in whole for completion in self._groups[index].completions]
+    self._pending.put(ended)
 
-  def unscored(self) -> dict[int, Group]:
-    """Returns the groups whose own completions have all ended, but that have no rewards, by row."""
-    ended = np.flatnonzero(self._missing == 0).tolist()
-    groups = {row: self.groups[self._index[row]] for row in ended}
-    return {row: group for row, group in groups.items() if group.rewards is None}
+  def unscored(self) -> list[Group]:
+    """Returns the groups whose own completions have all ended, but that have no rewards."""
+    ended = [self._groups[index] for index, missing in self._missing.items() if not missing]
+    return [group for group in ended if group.rewards is None]
 
   def choose(self, scored: bool = True) -> list[Group] | None:
     """Returns the groups to train on, or None if there are too few.
@@ -157,80 +126,66 @@ class GroupPool:
     groups = self.left
     ready = {group.index for group in groups if group.rewards is not None}
     if not scored:
-      ready |= {group.index for group in self.unscored().values()}
+      ready |= {group.index for group in self.unscored()}
     chosen = choose(
       [group.version for group in groups],
       [group.index in ready for group in groups],
-      self._n,
+      self._config.batch.prompts,
       self._version,
-      self._staleness,
+      self._config.sampling.staleness,
     )
     return None if chosen is None else [groups[i] for i in chosen]
 
-  def add_guided(self, rows: Sequence[int], buffer: CompletionBuffer, guided: Rollouts) -> None:
-    """Adds the guide's completions of some rows, and starts to score them.
+  def add_guided(self, index: tuple[int, int], guided: Sequence[Completion]) -> None:
+    """Adds the guide's completions of a group, and starts to score them."""
+    group = self._groups[index]
+    own = group.completions
+    newest = max((x.versions.max(initial=0) for x in own), default=0)
+    for j, completion in enumerate(guided, len(own)):
+      completion.group = index
+      completion.index = j
+      completion.guided = True
+      completion.mark_version(newest)
+    self._groups[index] = dataclasses.replace(group, completions=[*own, *guided])
+    self._pending.put(guided)
+    self.new_tokens += sum(completion.length for completion in guided)
 
-    Args:
-      rows: the rows.
-      buffer: the completions, a row for each of `rows`.
-      guided: the same as rollouts.
-    """
-    for k, row in enumerate(rows):
-      self._guided[row] = row_of(guided, k)
-    of = EndedCompletion.of
-    guides = list(np.ndindex(buffer.finished.shape))
-    self._pending.put([of(buffer, i, j, problem=rows[i], first=self._own) for i, j in guides])
-    self.new_tokens += int(buffer.mask.sum())
-
-  def score(self, rows: list[int], stopping: Callable[[], bool]) -> None:
-    """Waits for the rewards of some rows, whose groups are then complete.
+  def score(self, groups: Sequence[Group], stopping: Callable[[], bool]) -> None:
+    """Waits for the rewards of some groups, which are then complete.
 
     Raises:
       Stopped: `stopping` returned True.
     """
     began = time.perf_counter()
-    result = self._pending.result(stopping, rows)
+    result = self._pending.result(stopping, [group.index for group in groups])
     self.scoring_s += time.perf_counter() - began
-    for k, row in enumerate(rows):
-      i = self._index[row]
-      group = self._with_tokens(row)
-      if row in self._guided:
-        joined = append_guided(group.rollouts, self._guided[row])
-        group = dataclasses.replace(group, rollouts=joined)
-      episodes = self._pending.episodes[row] if self._pending.episodes else None
+    t = self._config.sampling.max_tokens
+    env_weight = dict(self._config.reward.weighted).get("env", 0.0)
+    for k, index in enumerate(group.index for group in groups):
+      group = self._groups[index]
       rewards = row_of(result.rewards, k)
       if self._compares_turns:
         total = result.reward[k] + result.penalty[k]
-        rewards = with_turns(rewards, total, self._env_weight, group.rollouts.mask, episodes)
-      group = dataclasses.replace(
-        group, rewards=rewards, texts=self._pending.texts[row], episodes=episodes
-      )
-      self.groups[i] = group
+        rewards = with_turns(rewards, total, env_weight, group.mask(t), group.episodes)
+      group = dataclasses.replace(group, rewards=rewards)
+      self._groups[index] = group
       self.completed.append(group)
       if self._dynamic and not group.has_contrast:
         self.dropped.append(group)
     self.tallies.append(result.tallies)
 
-  def finish(self, old: int) -> None:
-    """Gives the groups that are not complete their tokens, and removes groups that have not begun.
+  def finish(self, old: int) -> list[Group]:
+    """Returns the groups that have begun.
 
     Args:
       old: the number of groups that had begun in earlier rounds and steps.
     """
-    for row, i in enumerate(self._index):
-      if self.groups[i].rewards is None:
-        self.groups[i] = self._with_tokens(row)
-    self.new_tokens += int((self.buffer.mask & ~self._before).sum())
-    begun = np.flatnonzero(self.buffer.present.any((1, 2)) | (self._missing == 0))
-    del self.groups[max(old, self._index[begun[-1]] + 1 if begun.size else 0) :]
-
-  def _with_tokens(self, row: int) -> Group:
-    """Returns the group of a row with the tokens it has so far."""
-    rollouts = row_of(self._rollouts, row)
-    if self.buffer.begins is not None:
-      rollouts = rollouts.replace(begins=self.buffer.begins[row])
-    if self._versions is not None:
-      is_new = self.buffer.mask[row] & ~self._before[row]
-      versions = np.where(is_new, np.int32(self._version), self._versions[row])
-      rollouts = rollouts.replace(versions=versions)
-    return dataclasses.replace(self.groups[self._index[row]], rollouts=rollouts)
+    for completion in self._own:
+      completion.mark_version(self._version)
+    self.new_tokens += sum(int(completion.mask.sum()) for completion in self._own)
+    begun = {x.group for x in self._own if x.length}
+    begun |= {index for index, missing in self._missing.items() if not missing}
+    last = max((i for i, index in enumerate(self._groups, 1) if index in begun), default=0)
+    for index in list(self._groups)[max(old, last) :]:
+      del self._groups[index]
+    return self.groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,8 @@ from gtpo_jax.config import Config, recorded_routes
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.environments.turns import Episode, load_episode, save_episode
-from gtpo_jax.models.experts.routing import no_route
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.buffer import CompletionBuffer
+from gtpo_jax.sampling.completion import NUMBERS, Completion, Prompt, pad_completions
 
 SNAPSHOTS = "snapshots"  # the name of the array of snapshots in a checkpoint
 
@@ -62,71 +61,60 @@ class RewardResult:
     )
 
 
-class EndedCompletion(NamedTuple):
-  """A completion that is no longer being sampled."""
-
-  problem: int  # index of its problem in the batch
-  index: int  # index within the problem's group
-  tokens: np.ndarray  # i32[length]
-  finished: bool  # True if a stop token or a stop string ended it, False if it was cut off
-  episode: Episode | None = None  # if there is an environment
-
-  @classmethod
-  def of(
-    cls,
-    buffer: CompletionBuffer,
-    i: int,
-    j: int,
-    problem: int,
-    first: int = 0,
-    episode: Episode | None = None,
-  ) -> EndedCompletion:
-    """Returns completion j of row i of a buffer; it has the index `first` + j in its group."""
-    tokens = buffer.at(i, j).ids
-    return cls(problem, first + j, tokens, bool(buffer.finished[i, j]), episode)
-
-
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """All completions of one prompt, in host arrays without the axis n.
+  """All completions of one prompt.
 
   Attributes:
     index: the generation batch that it belongs to, and its row there.
     problem: the problem.
-    rollouts: the prompt and the completions, without a guide's while `rewards` is None; None before
-      the first token is drawn.
-    rewards: their rewards; None until all completions have ended and are scored.
-    texts: g decoded completions; empty while `rewards` is None.
     version: the number of updates when it began.
+    completions: the policy's, then a guide's once these have ended; () until it is sampled.
+    rewards: their rewards, in host arrays without the axis n; None until all completions have ended
+      and are scored.
     snapshot: with an environment, a snapshot of the episodes of a group without rewards, as a text;
       "" if there is none.
-    episodes: with an environment, the g episodes of a group with rewards.
   """
 
   index: tuple[int, int]
   problem: Problem
-  rollouts: Rollouts | None
-  rewards: Rewards | None
-  texts: list[str]
   version: int
+  completions: Sequence[Completion] = ()
+  rewards: Rewards | None = None
   snapshot: str = ""
-  episodes: list[Episode] | None = None
+
+  @property
+  def texts(self) -> list[str]:
+    """The decoded completions, once they are scored."""
+    return [completion.text for completion in self.completions]
+
+  @property
+  def episodes(self) -> list[Episode | None] | None:
+    """The episodes of the completions that have ended; None if there are none."""
+    return episodes_of(self.completions)
+
+  @property
+  def own(self) -> np.ndarray:
+    """bool[g], whether the policy draws each completion, and no guide."""
+    return np.asarray([not completion.guided for completion in self.completions])
 
   @property
   def has_contrast(self) -> bool:
     """Whether the group carries a signal; see `algorithms.has_contrast`."""
-    guided = self.rollouts.guided
-    batch_guided = None if guided is None else guided[None]
-    return bool(has_contrast(self.rewards.correct[None], self.rewards.valid[None], batch_guided)[0])
+    rewards = self.rewards
+    return bool(has_contrast(rewards.correct[None], rewards.valid[None], ~self.own[None])[0])
 
-  def with_stale(self, version: int) -> Group:
-    """Returns the group with completions marked that have tokens from before update `version`."""
-    rollouts = self.rollouts
-    if rollouts.versions is None:  # all its tokens were drawn in one step
-      stale = np.full(rollouts.finished.shape, self.version < version)
-    else:
-      stale = (rollouts.mask & (rollouts.versions < version)).any(-1)
-    return dataclasses.replace(self, rollouts=rollouts.replace(stale=stale))
+  def stale(self, version: int) -> np.ndarray:
+    """Returns which completions have tokens from before update `version`, bool[g]."""
+    drawn = [completion.versions[completion.mask] for completion in self.completions]
+    return np.asarray([(versions < version).any() for versions in drawn])
+
+  def mask(self, t: int) -> np.ndarray:
+    """Returns the tokens that were drawn, bool[g, t]."""
+    mask = np.zeros((len(self.completions), t), bool)
+    for row, completion in zip(mask, self.completions, strict=True):
+      row[: completion.length] = completion.mask
+    return mask
 
   def as_filler(self) -> Group:
     """Returns the group with no valid completion, to fill up a batch without affecting the loss."""
@@ -134,34 +122,28 @@ class Group:
     return dataclasses.replace(self, rewards=self.rewards.replace(valid=valid))
 
 
+def episodes_of(completions: Sequence[Completion]) -> list[Episode | None] | None:
+  """Returns the episode of each completion; None if there are none."""
+  episodes = [completion.episode for completion in completions]
+  return episodes if any(episodes) else None
+
+
 def stack(rows: Sequence[Any]) -> Any:
   """Stacks pytrees of host arrays along a new first axis."""
   return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
-def append_guided(own: Rollouts, guided: Rollouts) -> Rollouts:
-  """Returns a group with the policy's completions followed by the guide's.
-
-  The guide's log-probs count as the drawn distribution's: the ratio of a guide's token always uses
-  its own log-probs.
-
-  Args:
-    own: the policy's, with optional fields.
-    guided: the guide's.
-  """
-  added = guided.replace(prompts=None, guided=np.ones(guided.finished.shape, bool))
-  if own.versions is not None:
-    added = added.replace(versions=np.full_like(guided.tokens, own.versions.max(initial=0)))
-  if own.drawn_log_probs is not None:
-    added = added.replace(drawn_log_probs=guided.log_probs)
-  # Another router chose the guide's experts.
-  added = added.replace(routes=None)
-  if own.routes is not None:
-    shape = (*guided.tokens.shape, *own.routes.shape[-2:])
-    added = added.replace(routes=np.full(shape, no_route(own.routes.dtype), own.routes.dtype))
-  flagged = own.replace(prompts=None, guided=np.zeros(own.finished.shape, bool))
-  joined = jax.tree.map(lambda *x: np.concatenate(x), flagged, added)
-  return joined.replace(prompts=own.prompts)
+def rollouts_of(config: Config, groups: Sequence[Group], pad: int) -> Rollouts:
+  """Returns the completions of groups as arrays [n, g, t] on the host."""
+  return pad_completions(
+    [group.completions for group in groups],
+    config.sampling.max_tokens,
+    config.data.max_prompt_tokens,
+    pad,
+    drawn_log_probs=config.needs_drawn_log_probs,
+    versions=bool(config.sampling.staleness),
+    conversations=config.conversations or 0,
+  )
 
 
 def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
@@ -253,9 +235,12 @@ def save_groups(config: Config, groups: Sequence[Group], begun: int) -> dict[str
     arrays["place"][i] = group.index
     arrays["version"][i] = group.version
     arrays["complete"][i] = group.rewards is not None
-    for name, x in _named_leaves((group.rollouts, group.rewards)).items():
+    rollouts = row_of(rollouts_of(config, [group], pad=0), 0)
+    for name, x in _named_leaves((rollouts, group.rewards)).items():
       arrays[name][(i, *map(slice, x.shape))] = x  # the guide's completions may be missing
-  of_group = lambda x: json.dumps(list(map(save_episode, x.episodes))) if x.episodes else x.snapshot
+  of_group = lambda x: (
+    json.dumps(list(map(save_episode, x.episodes))) if x.rewards and x.episodes else x.snapshot
+  )
   if any(snapshots := list(map(of_group, groups))):
     arrays[SNAPSHOTS] = np.frombuffer(json.dumps(snapshots).encode(), np.uint8)
   return arrays
@@ -287,31 +272,67 @@ def restore_groups(
       )
   like = _saved_like(config)
   leaves = [np.asarray(arrays[name]) for name in _named_leaves(like)]
-  rollouts, rewards = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  rollouts, rewards_of = jax.tree.unflatten(jax.tree.structure(like), leaves)
   count = int(arrays["count"])
   saved = arrays.get(SNAPSHOTS)
   snapshots = [""] * count if saved is None else json.loads(np.asarray(saved, np.uint8).tobytes())
   groups = []
   for i in range(count):
     index = tuple(arrays["place"][i].tolist())
-    problem = problem_at(index)
+    complete = bool(arrays["complete"][i])
     version = int(arrays["version"][i])
-    row = row_of(rollouts, i)
-    if arrays["complete"][i]:
-      texts = decode([x[real] for x, real in zip(row.tokens, row.present, strict=True)])
-      episodes = list(map(load_episode, json.loads(snapshots[i]))) if snapshots[i] else None
-      group = Group(index, problem, row, row_of(rewards, i), texts, version, episodes=episodes)
-      groups.append(group)
-    else:
-      own = policy_completions(row, config.policy_completions)
-      groups.append(Group(index, problem, own, None, [], version, snapshots[i]))
+    size = config.batch.group if complete else config.policy_completions
+    completions = _restored(config, row_of(rollouts, i), size, index, version)
+    if complete:
+      episodes = (
+        list(map(load_episode, json.loads(snapshots[i]))) if snapshots[i] else [None] * size
+      )
+      texts = decode([completion.tokens for completion in completions])
+      for completion, text, episode in zip(completions, texts, episodes, strict=True):
+        completion.text = text
+        completion.episode = episode
+    rewards = row_of(rewards_of, i) if complete else None
+    snapshot = "" if complete else snapshots[i]
+    groups.append(Group(index, problem_at(index), version, completions, rewards, snapshot))
   return groups
 
 
-def policy_completions(rollouts: Rollouts, own: int) -> Rollouts:
-  """Returns a row with its `own` first completions, which are the policy's."""
-  first = jax.tree.map(lambda x: x[:own], rollouts.replace(prompts=None, guided=None, stale=None))
-  return first.replace(prompts=rollouts.prompts)
+def _restored(
+  config: Config, rollouts: Rollouts, size: int, index: tuple[int, int], version: int
+) -> list[Completion]:
+  """Returns the first `size` completions of a group from its row of a checkpoint."""
+  prompts = rollouts.prompts
+  width = len(prompts.tokens) - int(prompts.lengths)
+  routes = None if prompts.routes is None else prompts.routes[width:]
+  prompt = Prompt(prompts.tokens[width:].tolist(), routes)
+  completions = []
+  for j in range(size):
+    present = rollouts.present[j]
+    completion = Completion(
+      prompt,
+      np.zeros(2, np.uint32),
+      limit=int(present.sum()),
+      route_shape=recorded_routes(config),
+      group=index,
+      index=j,
+      guided=rollouts.guided is not None and bool(rollouts.guided[j]),
+    )
+    arrays = {name: getattr(rollouts, name) for name in ("tokens", "mask", *NUMBERS[:2])}
+    drawn = rollouts.drawn_log_probs
+    arrays["drawn_log_probs"] = np.zeros_like(rollouts.log_probs) if drawn is None else drawn
+    arrays["plain_log_probs"] = np.zeros_like(rollouts.log_probs)  # no turn is continued with them
+    if rollouts.routes is not None:
+      arrays["routes"] = rollouts.routes
+    tokens = {name: np.array(x[j, present]) for name, x in arrays.items()}
+    completion.replace(tokens, bool(rollouts.finished[j]))
+    if rollouts.versions is None:  # all its tokens were drawn in one step
+      completion.mark_version(version)
+    else:
+      completion.versions = np.array(rollouts.versions[j, present])
+    if rollouts.begins is not None:
+      completion.begins = [x for x in rollouts.begins[j].tolist() if x < len(present)]
+    completions.append(completion)
+  return completions
 
 
 def kept_rows(config: Config) -> int:

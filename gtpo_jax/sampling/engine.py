@@ -20,12 +20,12 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.chips import compute_capability
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
-from gtpo_jax.sampling.buffer import CompletionBuffer, Pair
+from gtpo_jax.sampling.completion import Completion, Prompt, pad_completions
 from gtpo_jax.sampling.dense.programs import DensePrograms
 from gtpo_jax.sampling.paged.programs import PagedPrograms
 from gtpo_jax.sampling.prefill.batches import pad_prompts
 from gtpo_jax.sampling.programs import KEYS_AT_ONCE, Programs, ProgramSettings
-from gtpo_jax.sampling.session import Pace, Request, Session
+from gtpo_jax.sampling.session import Pace, Session
 from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.sampling.spans import Span
 from gtpo_jax.sampling.stop_strings import StopStrings
@@ -86,10 +86,10 @@ class Engine:
     """Returns `params` in sampling layout, with adapters merged, for any number of batches."""
     return self.programs.layout(params)
 
-  def buffer(
+  def completions(
     self, prompts: Sequence[Sequence[int]], keys: np.ndarray, token_limits: np.ndarray | None = None
-  ) -> CompletionBuffer:
-    """Returns a buffer for `generate`, with completions that have no tokens yet.
+  ) -> list[list[Completion]]:
+    """Returns n rows of g completions without tokens; row i is group i until the caller names it.
 
     Args:
       prompts: token ids, n lists.
@@ -110,12 +110,16 @@ class Engine:
     if token_limits is None:
       token_limits = np.full(keys.shape[:2], self.max_tokens)
     left = np.minimum(self.max_tokens, context - lengths)
-    limits = np.minimum(token_limits.astype(np.int32), left[:, None])
+    limits = np.minimum(token_limits, left[:, None])
     stop = self._stop_strings
-    routes = RouteShape.of(self.model.config)
-    return CompletionBuffer.empty(
-      prompts, keys, limits, self.max_tokens, self.pad, stop, routes, self.max_prompt_tokens
-    )
+    route_shape = RouteShape.of(self.model.config)
+    return [
+      [
+        Completion(shared, keys[i, j], int(limit), stop, route_shape=route_shape, group=i, index=j)
+        for j, limit in enumerate(limits[i])
+      ]
+      for i, shared in enumerate(map(Prompt, prompts))
+    ]
 
   def completion_keys(self, key: jax.Array, n: int, group: int) -> np.ndarray:
     """Returns PRNG key data u32[n, group, 2]: for completion j of prompt i, `key` with i, then j.
@@ -145,133 +149,85 @@ class Engine:
     Returns:
       Rollouts [n, group, max_tokens] in host arrays.
     """
-    buffer = self.buffer(prompts, self.completion_keys(key, len(prompts), group))
-    for _ in self.generate(params, buffer, sampling_params=sampling_params):
+    rows = self.completions(prompts, self.completion_keys(key, len(prompts), group))
+    for _ in self.generate(params, rows, sampling_params=sampling_params):
       pass
-    return self.rollouts(buffer)
+    return self.rollouts(rows)
 
-  def rollouts(self, buffer: CompletionBuffer) -> Rollouts:
-    """Returns the completions of a buffer with their padded prompts, in host arrays."""
-    return buffer.rollouts(self.max_prompt_tokens)
+  def rollouts(self, rows: Sequence[Sequence[Completion]], **fields: Any) -> Rollouts:
+    """Returns n rows of g completions as arrays; for `fields`, see `pad_completions`."""
+    return pad_completions(rows, self.max_tokens, self.max_prompt_tokens, self.pad, **fields)
 
   def generate(
-    self, params: DecodeParams, buffer: CompletionBuffer, **settings: Any
-  ) -> Iterator[list[Pair]]:
-    """Samples the completions of a buffer to their ends, and yields which ones have ended.
-
-    The caller may add rows to the buffer whenever this has yielded; they begin after those that
-    wait already. It may also stop iterating at any time, and pass the buffer to another call.
-
-    Args:
-      params: from `layout`.
-      buffer: the completions; new tokens are added to it.
-      settings: see `sampling`.
-
-    Yields:
-      What `BufferSession.step` returns.
-    """
-    sampling = self.sampling(params, buffer, **settings)
-    while sampling.busy:
-      yield sampling.step()
-
-  def sampling(
     self,
     params: DecodeParams,
-    buffer: CompletionBuffer,
+    rows: Sequence[Sequence[Completion]],
     *,
     sampling_params: SamplingParams,
     stream_interval: int | None = None,
     prompts_at_once: int | None = None,
-    longest_prompt: int | None = None,
-  ) -> BufferSession:
-    """Returns the sampling of a buffer, which has not begun.
+  ) -> Iterator[list[Completion]]:
+    """Samples completions to their ends, and yields those that have ended after each chunk.
 
-    Completions that have tokens already resume after them, possibly with other parameters: these
-    tokens are read in one pass. Token i of a completion is drawn with its key and i. It depends on
-    the parameters, the tokens before it and this key, but not on slots, mesh or other completions.
+    It first yields those that had ended already.
+
     A completion ends at a stop token, at the token that completes a stop string, or at its limit.
+    Token i of it is drawn with its key and i. It depends on the parameters, the tokens before it
+    and this key, but not on slots, mesh or other completions. The caller may stop iterating at any
+    time, and pass the completions to another call.
 
     Args:
       params: from `layout`.
-      buffer: the completions; new tokens are added to it. Completions that have ended stay as they
-        are.
+      rows: n rows of g completions, each row with one prompt.
       sampling_params: how tokens are drawn.
       stream_interval: the most tokens of a step, if that is less than the engine's chunk. It has no
         effect if the engine is batch-invariant.
-      prompts_at_once: the number of rows that space is made for; None for the buffer's.
-      longest_prompt: the tokens of the longest prompt, those added later included; None for that of
-        the buffer.
+      prompts_at_once: the number of rows that space is made for; None for n.
     """
-    n, group = buffer.limits.shape
+    session = self.session(
+      params,
+      rows,
+      sampling_params,
+      stream_interval=stream_interval,
+      prompts_at_once=prompts_at_once,
+    )
+    for row in rows:
+      session.submit(row[0].prompt, row)
+    yield session.had_ended()
+    while session.busy:
+      yield session.step()
+
+  def session(
+    self,
+    params: DecodeParams,
+    rows: Sequence[Sequence[Completion]],
+    sampling_params: SamplingParams,
+    *,
+    stream_interval: int | None = None,
+    prompts_at_once: int | None = None,
+    longest_prompt: int | None = None,
+  ) -> Session:
+    """Returns a session with space for `rows`, which are not submitted; see `generate`.
+
+    Args:
+      params, sampling_params, stream_interval, prompts_at_once: see `generate`.
+      rows: n rows of g completions.
+      longest_prompt: the tokens of the longest prompt, those submitted later included; None for
+        that of the rows.
+    """
     chunk = self.programs.chunk
     fixed = self.programs.config.batch_invariant
     most = chunk if fixed else min(stream_interval or chunk, chunk)
-    session = Session(
+    return Session(
       self.programs,
       params,
-      self.programs.sizes.scheduler(prompts_at_once or n, group),
+      self.programs.sizes.scheduler(prompts_at_once or len(rows), len(rows[0]) if rows else 1),
       Pace(most, fixed=fixed),
       sampling_params,
-      longest_prompt or max(map(len, buffer.prompts), default=1),
+      longest_prompt or max((len(row[0].prompt.tokens) for row in rows), default=1),
+      self.spans,
+      self.statistics,
     )
-    return BufferSession(self, session, buffer)
-
-
-class BufferSession:
-  """A session that samples the completions of a buffer.
-
-  Attributes:
-    buffer: the completions.
-  """
-
-  def __init__(self, engine: Engine, session: Session, buffer: CompletionBuffer):
-    self.buffer = buffer
-    self._engine = engine
-    self._session = session
-    self._prompts: list[int] = []  # the session's numbers of the rows that were submitted
-
-  @property
-  def busy(self) -> bool:
-    """Whether there are rows that were not submitted yet, or requests that have not ended."""
-    return self._session.busy or len(self.buffer.prompts) > len(self._prompts)
-
-  def step(self, more_may_come: bool = False) -> list[Pair]:
-    """Submits new rows of the buffer, or else samples a chunk of tokens.
-
-    Args:
-      more_may_come: whether completions that have ended a turn may get another one.
-
-    Returns:
-      The completions that have ended. Those of new rows draw no token: they had ended before, or
-      the context has no space for them.
-    """
-    engine = self._engine
-    session = self._session
-    if len(self.buffer.prompts) > len(self._prompts):
-      return self._submit_rows()
-    if not session.busy:
-      return []
-    progress = session.step(more_may_come)
-    engine.spans.extend(progress.spans)
-    engine.statistics = session.statistics
-    return self.buffer.write(progress, self._prompts)
-
-  def join(self, requests: Sequence[Request]) -> None:
-    """Adds next turns of completions, which their requests are named by."""
-    for request in sorted(requests, key=lambda x: x.name, reverse=True):  # each to the front
-      row, _ = request.name
-      self._session.join(self._prompts[row], request)
-
-  def _submit_rows(self) -> list[Pair]:
-    buffer = self.buffer
-    had_ended = []
-    for i in range(len(self._prompts), len(buffer.prompts)):
-      ended = buffer.ended(i).tolist()
-      row = [None if done else buffer.at(i, j).request() for j, done in enumerate(ended)]
-      had_ended += [(i, j) for j, request in enumerate(row) if request is None]
-      requests = [request for request in row if request]
-      self._prompts.append(self._session.submit(buffer.prompts[i], requests))
-    return had_ended
 
 
 @functools.lru_cache(maxsize=SHARED_PROGRAMS)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.session import Pace, Progress, Session
-from gtpo_jax.serving.jobs import Completion, ScoreJob
+from gtpo_jax.sampling.session import Pace, Session
+from gtpo_jax.serving.jobs import ScoreJob, ServedCompletion
 from gtpo_jax.serving.outputs import FAILED, Part
 from gtpo_jax.serving.scorer import Scorer
 
@@ -55,10 +55,10 @@ class Generator:
     self._params = params
     self._scorer = Scorer(engine, params)
     self._max_waiting = max_waiting
-    self._waiting: collections.deque[Completion] = collections.deque()
+    self._waiting: collections.deque[ServedCompletion] = collections.deque()
     self._scores: collections.deque[ScoreJob] = collections.deque()
     self._scoring: list[ScoreJob] = []
-    self._running: dict[Completion, int] = {}  # each with the number of its prompt
+    self._running: dict[ServedCompletion, int] = {}  # each with the tokens that were delivered
     self._waits_for_more = chunk_s is None
     fixed = engine.programs.config.batch_invariant
     self._pace = Pace(engine.programs.chunk, chunk_s, fixed)
@@ -83,7 +83,9 @@ class Generator:
     """How many completions and texts to score wait."""
     return len(self._waiting) + len(self._scores)
 
-  def submit(self, completions: Sequence[Completion], scores: Sequence[ScoreJob] = ()) -> None:
+  def submit(
+    self, completions: Sequence[ServedCompletion], scores: Sequence[ScoreJob] = ()
+  ) -> None:
     """Adds completions, and texts to score, which are done first.
 
     Raises:
@@ -96,10 +98,10 @@ class Generator:
       self._waiting.extend(completions)
       self._scores.extend(scores)
       self.counts["completions"] += len(completions)
-      self.counts["prompt_tokens"] += sum(len(x.prompt) for x in completions)
+      self.counts["prompt_tokens"] += sum(len(x.prompt.tokens) for x in completions)
       self._changed.notify()
 
-  def cancel(self, jobs: Sequence[Completion | ScoreJob]) -> None:
+  def cancel(self, jobs: Sequence[ServedCompletion | ScoreJob]) -> None:
     """Ends what nobody waits for any more; slots are free after the current chunk."""
     with self._changed:
       for job in jobs:
@@ -168,7 +170,7 @@ class Generator:
       scores.append(self._scores.popleft())
     return scores
 
-  def _policy(self, job: Completion | ScoreJob) -> int:
+  def _policy(self, job: ServedCompletion | ScoreJob) -> int:
     """Returns the identity of a job's policy."""
     return id(self._params if job.params is None else job.params)
 
@@ -187,54 +189,53 @@ class Generator:
       self.counts["cancelled"] += 1
       session = self._sessions[self._policy(completion)]
       session.cancel(completion)
-      session.forget(self._running.pop(completion))
+      session.forget(completion.prompt)
+      del self._running[completion]
 
   def _admit(self) -> None:
     """Gives slots to completions that wait, in their order, as long as memory holds all."""
     with self._changed:
-      lengths = [(len(x.prompt), x.limit) for x in self._running]
-      new: list[Completion] = []
+      size = lambda x: (len(x.prompt.tokens), x.limit)
+      lengths = list(map(size, self._running))
+      new: list[ServedCompletion] = []
       while self._waiting and len(lengths) < self.slots:
-        lengths.append((len(self._waiting[0].prompt), self._waiting[0].limit))
+        lengths.append(size(self._waiting[0]))
         if len(lengths) > 1 and not self._programs.sizes.hold(lengths):
           break
         new.append(self._waiting.popleft())
-      self._running |= dict.fromkeys(new, -1)  # if the next lines fail, they get an error
+      self._running |= dict.fromkeys(new, 0)  # if the next lines fail, they get an error
     for completion in new:
       policy = self._policy(completion)
       if policy not in self._sessions:
         params = self._params if completion.params is None else completion.params
         scheduler = self._programs.sizes.serving_scheduler()
         self._sessions[policy] = Session(self._programs, params, scheduler, self._pace)
-      session = self._sessions[policy]
-      self._running[completion] = session.submit(completion.prompt, [completion])
+      self._sessions[policy].submit(completion.prompt, [completion])
 
   def _chunk(self, session: Session, some_wait: bool) -> None:
     """Generates the next tokens of the completions of one policy."""
     if not session.busy:
       return
-    progress = session.step(more_may_come=True, some_wait=some_wait)
+    ended = set(session.step(more_may_come=True, some_wait=some_wait))
     self.counts["chunks"] += 1
-    self.counts["generated_tokens"] += int(progress.counts.sum())
-    for slot, completion in enumerate(progress.requests):
-      if completion:
-        self._deliver(session, completion, progress, slot)
+    for completion, delivered in list(self._running.items()):
+      if completion.length > delivered or completion in ended:
+        self.counts["generated_tokens"] += completion.length - delivered
+        self._deliver(completion, delivered, completion in ended)
+        if completion in ended:
+          session.forget(completion.prompt)
 
-  def _deliver(
-    self, session: Session, completion: Completion, progress: Progress, slot: int
-  ) -> None:
-    """Delivers what a completion got in a chunk."""
-    chunk = progress.chunk
-    new = lambda x: x[: progress.counts[slot], slot].tolist()
-    alternatives = []
-    if completion.wants_alternatives:
-      alternatives = list(zip(*map(new, chunk.alternatives), strict=True))
-    finish = ""
-    if progress.ended[slot]:
-      finish = "stop" if progress.finished[slot] else "length"
-      session.forget(self._running.pop(completion))
-    part = Part(
-      new(chunk.tokens), new(chunk.plain_log_probs), alternatives, finish, new(chunk.entropy)
+  def _deliver(self, completion: ServedCompletion, delivered: int, ended: bool) -> None:
+    """Delivers the tokens of a completion after the `delivered` first ones."""
+    new = {name: x.tolist() for name, x in completion.arrays(delivered).items()}
+    alternatives = zip(
+      new.get("alternatives", ()), new.get("alternative_log_probs", ()), strict=True
     )
-    if part.tokens or finish:
-      completion.deliver(part)
+    finish = ("stop" if completion.finished else "length") if ended else ""
+    if ended:
+      del self._running[completion]
+    else:
+      self._running[completion] = completion.length
+    completion.deliver(
+      Part(new["tokens"], new["plain_log_probs"], list(alternatives), finish, new["entropy"])
+    )

@@ -11,12 +11,13 @@ import jax
 import numpy as np
 
 from gtpo_jax.data.chat import Chat
+from gtpo_jax.sampling.completion import Prompt
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.serving.answers import Answers
 from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.choices import Choice, Job
 from gtpo_jax.serving.generator import Full, Generator
-from gtpo_jax.serving.jobs import Completion, ScoreJob
+from gtpo_jax.serving.jobs import ScoreJob, ServedCompletion
 from gtpo_jax.serving.outputs import Output, Part, new_search
 from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, Sampling
 
@@ -106,7 +107,7 @@ class Service:
     echo: bool = False,
   ) -> Job:
     sampling = request.sampling
-    completions: list[Completion] = []
+    completions: list[ServedCompletion] = []
     scores: list[ScoreJob] = []
     job = Job(request, lambda: self._generator.cancel([*completions, *scores]), loop)
     stop = new_search(self._chat, sampling.stop)
@@ -127,13 +128,13 @@ class Service:
           job.choices[-1].prefix = Part([], [], [], "stop")  # the only token has no log-prob
         if limit:
           completions.append(
-            Completion(
-              prompt=prompt,
+            ServedCompletion(
+              prompt=Prompt(prompt),
               key=np.asarray(key),
               limit=limit,
               sampling=(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p),
               wants_alternatives=bool(sampling.top),
-              search=stop.search() if stop else None,
+              stop=stop,
               deliver=deliver,
             )
           )

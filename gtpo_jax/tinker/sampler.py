@@ -15,12 +15,13 @@ import jax
 import numpy as np
 
 from gtpo_jax.models.decode import DecodeParams
+from gtpo_jax.sampling.completion import Prompt
 from gtpo_jax.sampling.filters import ALTERNATIVES
 from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
 from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
 from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.generator import Full, Generator
-from gtpo_jax.serving.jobs import Completion, ScoreJob
+from gtpo_jax.serving.jobs import ScoreJob, ServedCompletion
 from gtpo_jax.serving.outputs import Part, new_search
 from gtpo_jax.serving.requests import HIGHEST_TEMPERATURE, Fields, shown
 from gtpo_jax.tinker.ledger.ledger import Ledger
@@ -79,10 +80,14 @@ class Policies:
 
 
 class StopTokens:
-  """Finds tokens that end a completion; as `StopSearch`."""
+  """Tokens that end a completion; the same as `StopStrings` and as its search."""
 
   def __init__(self, tokens: Sequence[int]):
     self._tokens = frozenset(tokens)
+
+  def search(self) -> StopTokens:
+    """Returns a search, which needs no state."""
+    return self
 
   def add(self, tokens: Sequence[int]) -> int | None:
     """Returns how many of these tokens there are up to the first stop token; None without one."""
@@ -174,7 +179,7 @@ class Pending:
     finish: called once everything has arrived, or generation has failed.
     """
     self.ask = ask
-    self.jobs: list[Completion | ScoreJob] = []
+    self.jobs: list[ServedCompletion | ScoreJob] = []
     self.failed = False
     self._parts: list[list[Part]] = [[] for _ in range(ask.count)]
     self._scored: Part | None = None
@@ -293,36 +298,36 @@ class Sampler:
 
   def _jobs(
     self, ask: SamplingRequest, params: DecodeParams, pending: Pending
-  ) -> list[Completion | ScoreJob]:
-    jobs: list[Completion | ScoreJob] = []
+  ) -> list[ServedCompletion | ScoreJob]:
+    jobs: list[ServedCompletion | ScoreJob] = []
     if (ask.scores or ask.prompt_top) and len(ask.prompt) > 1:
       jobs.append(ScoreJob(ask.prompt, functools.partial(pending.deliver, -1), params))
     if not ask.limit:
       return jobs
     keys = self._base.worker.engine.completion_keys(jax.random.key(ask.seed), 1, ask.count)[0]
+    stop = None
+    if ask.stop and isinstance(ask.stop[0], str):
+      stop = new_search(self._base.worker.chat, ask.stop)
+    elif ask.stop:
+      stop = StopTokens(ask.stop)
     for i, key in enumerate(keys):
-      search = None
-      if ask.stop and isinstance(ask.stop[0], str):
-        search = new_search(self._base.worker.chat, ask.stop).search()
-      elif ask.stop:
-        search = StopTokens(ask.stop)
       jobs.append(
-        Completion(
-          prompt=ask.prompt,
+        ServedCompletion(
+          prompt=Prompt(ask.prompt),
           key=np.asarray(key),
           limit=ask.limit,
           sampling=ask.sampling,
           wants_alternatives=bool(ask.top),
-          search=search,
+          stop=stop,
           deliver=functools.partial(pending.deliver, i),
           params=params,
         )
       )
     return jobs
 
-  def _submit(self, request: Submission, jobs: Sequence[Completion | ScoreJob]) -> None:
+  def _submit(self, request: Submission, jobs: Sequence[ServedCompletion | ScoreJob]) -> None:
     """Submits jobs, as soon as the generator has space."""
-    completions = [job for job in jobs if isinstance(job, Completion)]
+    completions = [job for job in jobs if isinstance(job, ServedCompletion)]
     scores = [job for job in jobs if isinstance(job, ScoreJob)]
     while self._ledger.submissions.is_wanted(request.id):
       try:

@@ -20,7 +20,7 @@ from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.models.params import init_params
 from gtpo_jax.rollout.episodes.group_turns import Turns
-from gtpo_jax.rollout.episodes.sample import sample_problems
+from gtpo_jax.rollout.episodes.sample import EVALUATION, sample_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -108,7 +108,7 @@ def test_a_reward_that_raises_during_sampling(monkeypatch):
   class WaitingRewards(PendingRewards):
     def put(self, completions):
       super().put(completions)
-      ended.update(completion.problem for completion in completions)
+      ended.update(completion.group for completion in completions)
       if failing and 4 in ended.values() and not failed.is_set():
         assert failed.wait(60)
         ended_at_failure.append(ended.total())
@@ -123,11 +123,12 @@ def test_a_reward_that_raises_during_sampling(monkeypatch):
   keys = worker.engine.completion_keys(jax.random.key(1), len(problems), 4)
 
   def sample():
-    pending = WaitingRewards(reward_manager, problems, 4, worker.chat.decode)
-    rollouts = sample_problems(
+    by_group = {(EVALUATION, i): problem for i, problem in enumerate(problems)}
+    pending = WaitingRewards(reward_manager, by_group, 4, worker.chat.decode)
+    rows = sample_problems(
       Turns(worker, 4), policy, problems, keys, config.sampling_params, pending
     )
-    return rollouts, pending.result()
+    return worker.engine.rollouts(rows), pending.result()
 
   expected, result = sample()
   assert result.metrics["reward/no_verdict"] == 0

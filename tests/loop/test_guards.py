@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from completions import completion
 
 from gtpo_jax.arrays import Rewards, Rollouts
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.loop.guards import MAX_DUMPS, Guards
 from gtpo_jax.rollout.batch import Batch
+from gtpo_jax.rollout.groups import Group, row_of
 from gtpo_jax.runtime.errors import RunError
 
 GOOD = {
@@ -32,18 +34,14 @@ def batch():
   )
   problems = [Problem(f"p{i}", user("1"), "1", "last_number") for i in range(n)]
   correct = values[..., 0] > 1
-  return Batch(
-    rollouts,
-    Rewards(correct, values[..., 1], values[..., 2]),
-    problems,
-    [["a"] * g] * n,
-    correct,
-    values[..., 0] > 2,
-    None,
-    {},
-    [],
-    [None] * n,
-  )
+  rewards = Rewards(correct, values[..., 1], values[..., 2])
+  scored = rewards.replace(scored=values[..., 0] > 2)
+  groups = []
+  for i, problem in enumerate(problems):
+    completions = [completion((0, i), j, [1]) for j in range(g)]
+    completions[0].text = "a"
+    groups.append(Group((0, i), problem, 0, completions, row_of(scored, i)))
+  return Batch(groups, rollouts, rewards, {}, [])
 
 
 def test_the_first_completion_of_a_problem_and_its_verdict(batch):

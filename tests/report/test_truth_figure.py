@@ -8,9 +8,9 @@ import pytest
 
 from gtpo_jax.algorithms import RECIPES, make
 from gtpo_jax.logs.credit import credit_files, read_credit, save_credit
+from gtpo_jax.logs.truth import CLASSES
 from gtpo_jax.report.runs import group_runs, read_run
 from gtpo_jax.report.truth_figure import MARKERS, distinct_algorithms, truth_figure
-from gtpo_jax.rollout.token_truth import CLASSES
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import threading
 
 import numpy as np
 import pytest
+from completions import completion
 from judge_server import serving
 from test_judging import managing
 
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rewards.judge.pairs import pairs_of, win_rates
-from gtpo_jax.rollout.groups import EndedCompletion
 from gtpo_jax.rollout.scoring.pending import PendingRewards
 
 COMPARES = {
@@ -34,9 +34,9 @@ def score(manager, texts, evaluates=False, answer=""):
   problems = [Problem(str(i), user(f"q{i}"), answer, "exact") for i in range(len(texts))]
   decode = lambda rows: [texts[row[0]][row[1]] for row in rows]
   group = len(texts[0])
-  pending = PendingRewards(manager, problems, group, decode, evaluates)
+  pending = PendingRewards(manager, dict(enumerate(problems)), group, decode, evaluates)
   for j in range(group):
-    ended = [EndedCompletion(i, j, np.array([i, j]), finished=True) for i in range(len(texts))]
+    ended = [completion(i, j, [i, j]) for i in range(len(texts))]
     pending.put(ended)
   return pending.result()
 

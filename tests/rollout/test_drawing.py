@@ -37,9 +37,9 @@ def group(index, correct, scored=None, guided=None):
   """Returns a group as far as outcomes are read from it."""
   correct = np.asarray(correct, bool)
   scored = np.ones_like(correct) if scored is None else np.asarray(scored, bool)
-  guided = None if guided is None else np.asarray(guided, bool)
+  own = np.ones_like(correct) if guided is None else ~np.asarray(guided, bool)
   rewards = SimpleNamespace(correct=correct, scored=scored)
-  return SimpleNamespace(index=index, rewards=rewards, rollouts=SimpleNamespace(guided=guided))
+  return SimpleNamespace(index=index, rewards=rewards, own=own)
 
 
 @pytest.mark.parametrize(("a", "b"), [(1.0, 1.0), (0.3, 2.0), (5.0, 1.5), (40.0, 60.0)])

@@ -217,13 +217,14 @@ def test_a_guide_never_samples_padding_ids(run_with_base):
   worker, params = random_worker(config)
   engine = worker.engine_for(worker.model, vocab_limit=40)
   problems = training_problems(config, worker)[0][0]
-  rollouts = sample_problems(
+  rows = sample_problems(
     Turns(worker, G),
     Policy(engine, engine.layout(params)),
     [problems[i] for i in range(N)],
     engine.completion_keys(jax.random.key(0), N, G),
     config.sampling_params,
   )
+  rollouts = engine.rollouts(rows)
   tokens = np.asarray(rollouts.tokens)
   mask = np.asarray(rollouts.mask)
   assert tokens[mask].max() < 40 and len(np.unique(tokens[mask])) > 20

@@ -1,8 +1,9 @@
 """Metrics of sampled groups by source, by hand."""
 
 import numpy as np
+from completions import completion
 
-from gtpo_jax.arrays import Rewards, Rollouts
+from gtpo_jax.arrays import Rewards
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rollout.group_metrics import source_metrics
 from gtpo_jax.rollout.groups import Group
@@ -11,13 +12,11 @@ from gtpo_jax.rollout.groups import Group
 def group(source, correct, scored=(True, True)):
   """A group of two completions with one token each."""
   correct = np.array(correct)
-  ones = np.ones((2, 1))
-  present = ones.astype(bool)
-  rollouts = Rollouts(None, ones, present, present, ones, ones, np.ones(2, bool))
   scored = np.array(scored)
   rewards = Rewards(correct, correct * 2.0, np.full(2, -0.5), scored, scored)
   problem = Problem("1", user("q"), "2", "exact", source=source)
-  return Group((0, 0), problem, rollouts, rewards, ["", ""], 0)
+  completions = [completion((0, 0), j, [1]) for j in range(2)]
+  return Group((0, 0), problem, 0, completions, rewards)
 
 
 def test_accuracy_reward_and_share_of_each_source():

@@ -5,12 +5,12 @@ import threading
 
 import numpy as np
 import pytest
+from completions import completion
 from judge_server import after, serving
 from toys import config_of
 
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.environments.metrics import Tallies
-from gtpo_jax.rollout.groups import EndedCompletion
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.runtime.errors import UserError
@@ -34,12 +34,17 @@ def managing(url, **changes):
     yield manager
 
 
+def pending_rewards(manager, group):
+  problems = dict(enumerate(PROBLEMS))
+  return PendingRewards(manager, problems, group, lambda rows: [TEXTS[row[0]] for row in rows])
+
+
 def score(url, **changes):
   """The scores of TEXTS as completions of both problems, which end one after another."""
   with managing(url, **changes) as manager:
-    pending = PendingRewards(manager, PROBLEMS, 4, lambda rows: [TEXTS[row[0]] for row in rows])
+    pending = pending_rewards(manager, 4)
     for j in range(4):
-      ended = [EndedCompletion(i, j, np.array([j]), finished=j < 3) for i in range(2)]
+      ended = [completion(i, j, [j], finished=j < 3) for i in range(2)]
       pending.put(ended)
     return pending.result()
 
@@ -99,12 +104,12 @@ def test_a_slow_judgement_does_not_hold_up_others():
     return "Grade: 5"
 
   with serving(answer) as server, managing(server.url) as manager:
-    pending = PendingRewards(manager, PROBLEMS, 4, lambda rows: [TEXTS[row[0]] for row in rows])
+    pending = pending_rewards(manager, 3)
     for j in range(3):
-      pending.put([EndedCompletion(i, j, np.array([j]), finished=True) for i in range(2)])
+      pending.put([completion(i, j, [j]) for i in range(2)])
     assert others.wait(10)
     release.set()
-    assert pending.result().scored[:, :3].all()
+    assert pending.result().scored.all()
 
 
 def test_a_stop_request_ends_the_wait_and_the_grades_so_far_are_kept(tmp_path):
@@ -116,8 +121,8 @@ def test_a_stop_request_ends_the_wait_and_the_grades_so_far_are_kept(tmp_path):
     return "Grade: 5"
 
   def pending_of(manager):
-    pending = PendingRewards(manager, PROBLEMS, 3, lambda rows: [TEXTS[row[0]] for row in rows])
-    ended = [EndedCompletion(i, j, np.array([j]), True) for i in range(2) for j in range(3)]
+    pending = pending_rewards(manager, 3)
+    ended = [completion(i, j, [j]) for i in range(2) for j in range(3)]
     pending.put(ended)
     return pending
 

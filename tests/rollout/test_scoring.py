@@ -10,6 +10,7 @@ from fractions import Fraction
 import jax
 import numpy as np
 import pytest
+from completions import completion
 from toys import config_of
 
 from gtpo_jax import algorithms
@@ -17,7 +18,6 @@ from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.rewards import VERIFIERS
-from gtpo_jax.rollout.groups import EndedCompletion
 from gtpo_jax.rollout.scoring import pending as pending_module
 from gtpo_jax.rollout.scoring.functions import import_function
 from gtpo_jax.rollout.scoring.manager import RewardManager
@@ -29,6 +29,7 @@ PROBLEMS = [
   Problem("a", user("1+1?"), "2", "math"),
   Problem("b", user("12+3:"), "15", "last_number", {"hint": 7}),
 ]
+BY_GROUP = dict(enumerate(PROBLEMS))
 TEXTS = [[r"so \boxed{2}", "Answer: 3", "it is 2"], ["12+3=15", "12+3=5", "15"]]
 LENGTHS = np.array([[4, 5, 12], [3, 4, 5]])
 FINISHED = np.array([[True, True, True], [True, True, False]])
@@ -184,9 +185,9 @@ class Unprintable(BaseException):
 )
 def test_a_function_that_ends_the_program_is_named(error, message):
   pending = PendingRewards(
-    function_manager(raising(error)), PROBLEMS, 1, lambda rows: ["2"] * len(rows)
+    function_manager(raising(error)), BY_GROUP, 1, lambda rows: ["2"] * len(rows)
   )
-  pending.put([EndedCompletion(i, 0, np.ones(1, int), True) for i in range(2)])
+  pending.put([completion(i, 0, [1]) for i in range(2)])
   with pytest.raises(FunctionError) as caught:
     pending.result()
   assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -471,10 +472,10 @@ def test_scoring_as_completions_end_equals_scoring_at_once(changes):
   for seed in range(4):
     rng = np.random.default_rng(seed)
     pending = PendingRewards(
-      manager_of(**changes), PROBLEMS, 3, lambda rows: [words[row[0]] for row in rows]
+      manager_of(**changes), BY_GROUP, 3, lambda rows: [words[row[0]] for row in rows]
     )
     ended = [
-      EndedCompletion(i, j, np.full(LENGTHS[i, j], 3 * i + j), bool(FINISHED[i, j]))
+      completion(i, j, np.full(LENGTHS[i, j], 3 * i + j), bool(FINISHED[i, j]))
       for i in range(2)
       for j in range(3)
     ]
@@ -483,7 +484,7 @@ def test_scoring_as_completions_end_equals_scoring_at_once(changes):
     for part in (ended[:cut], [], ended[cut:]):
       pending.put(part)
     found = pending.result()
-    assert pending.texts == TEXTS
+    assert all(TEXTS[x.group][x.index] == x.text for x in ended)
     for name in ("correct", "scored", "reward", "penalty", "valid"):
       np.testing.assert_array_equal(getattr(found, name), getattr(at_once, name))
     assert found.metrics == pytest.approx(at_once.metrics, nan_ok=True)
@@ -528,8 +529,8 @@ def test_waiting_for_scores_can_be_stopped(monkeypatch):
   answers = [False, True]
   watchdog = Watchdog(0, lambda: answers.pop(0))
   monkeypatch.setattr(watchdog, "_restart", progress.append)
-  pending = PendingRewards(manager_of(), PROBLEMS[:1], 1, read)
-  pending.put([EndedCompletion(0, 0, np.ones(1, int), True)])
+  pending = PendingRewards(manager_of(), {0: PROBLEMS[0]}, 1, read)
+  pending.put([completion(0, 0, [1])])
   with pytest.raises(Stopped):
     pending.result(watchdog)
   assert answers == [] and progress == []
@@ -547,8 +548,8 @@ def test_scoring_runs_while_others_are_sampled():
     seen.append(threading.current_thread())
     raise LookupError("a fault of ours")
 
-  pending = PendingRewards(manager_of(), PROBLEMS, 1, read)
-  pending.put([EndedCompletion(0, 0, np.ones(1, int), True)])
+  pending = PendingRewards(manager_of(), BY_GROUP, 1, read)
+  pending.put([completion(0, 0, [1])])
   assert not seen  # put returned before the completion was scored
   writing.set()
   with pytest.raises(LookupError, match="a fault of ours"):

@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 import pytest
+from completions import completion
 from toys import nested
 
 from gtpo_jax.config import freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.environments.turns import Episode, Stop, ToolCall, Turn
-from gtpo_jax.rollout.groups import EndedCompletion
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
 
@@ -28,24 +28,25 @@ def score(*episodes, verifier=None, finished=True, **changes):
   """The scores of the completions of a problem, and their lengths."""
   settings = {"env.make": "m:C", "batch.group": len(episodes), **changes}
   manager = RewardManager(freeze(nested(settings)), verifier)
-  pending = PendingRewards(manager, PROBLEMS, len(episodes), lambda rows: ["all"] * len(rows))
-  tokens = np.arange(7, dtype=np.int32)
-  pending.put([EndedCompletion(0, j, tokens, finished, x) for j, x in enumerate(episodes)])
+  problems = dict(enumerate(PROBLEMS))
+  pending = PendingRewards(manager, problems, len(episodes), lambda rows: ["all"] * len(rows))
+  completions = [completion(0, j, range(7), finished, x) for j, x in enumerate(episodes)]
+  pending.put(completions)
   result = pending.result()
   manager.close()
-  return result, pending
+  return result, completions
 
 
 def test_the_environment_decides_or_else_the_verifier_of_the_last_text():
-  result, pending = score(
+  result, completions = score(
     episode(), episode(text="3"), episode(correct=True, text="3"), episode(correct=False)
   )
   assert result.correct.tolist() == [[True, False, True, False]]
   assert result.scored.all()
-  assert pending.lengths.tolist() == [[3, 3, 3, 3]]  # not 7: observations were not drawn
-  assert pending.texts == [["all"] * 4]
-  assert pending.answers == [["2", "3", "3", "2"]]
-  assert pending.episodes[0][0] == episode()
+  assert [x.drawn for x in completions] == [3, 3, 3, 3]  # not 7: observations were not drawn
+  assert [x.text for x in completions] == ["all"] * 4
+  assert [x.answer for x in completions] == ["2", "3", "3", "2"]
+  assert completions[0].episode == episode()
 
 
 def test_a_limit_of_the_model_is_wrong_and_a_fault_of_the_environment_no_verdict():
@@ -74,7 +75,7 @@ def test_a_users_verifier_gets_the_episodes_and_decides():
     episodes[0].turns[0].calls[0].arguments.clear()  # its own copy
     return [True, True, None, True]
 
-  result, pending = score(
+  result, completions = score(
     episode(correct=False),
     episode(Stop.MAX_CALLS, correct=False),
     episode(text="x"),
@@ -84,7 +85,7 @@ def test_a_users_verifier_gets_the_episodes_and_decides():
   assert SEEN == [(["2", "2", "x", "2"], ["answered", "max_calls", "answered", "env_error"])]
   assert result.correct.tolist() == [[True, False, False, False]]
   assert result.scored.tolist() == [[True, True, False, False]]
-  assert pending.episodes[0][0] == episode(correct=False)
+  assert completions[0].episode == episode(correct=False)
 
 
 def test_rewards_of_the_environment_are_a_part():
@@ -100,11 +101,12 @@ def test_rewards_of_the_environment_are_a_part():
 
 def test_scores_without_episodes_have_no_metrics_of_them():
   manager = RewardManager(freeze({}))
-  pending = PendingRewards(manager, PROBLEMS, 1, lambda rows: ["2"] * len(rows))
-  pending.put([EndedCompletion(0, 0, np.arange(2, dtype=np.int32), True)])
+  pending = PendingRewards(manager, dict(enumerate(PROBLEMS)), 1, lambda rows: ["2"] * len(rows))
+  ended = completion(0, 0, range(2))
+  pending.put([ended])
   result = pending.result()
   manager.close()
-  assert result.correct.all() and pending.episodes is None
-  assert pending.answers == pending.texts == [["2"]]
+  assert result.correct.all() and ended.episode is None
+  assert ended.answer == ended.text == "2"
   assert not [name for name in result.metrics if name.startswith("env/")]
   assert not math.isnan(result.reward[0, 0])

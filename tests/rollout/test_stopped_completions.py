@@ -18,10 +18,10 @@ from gtpo_jax.data.chat import load_chat
 from gtpo_jax.evaluation.evaluate import evaluate_run, evaluation_settings
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
+from gtpo_jax.logs.truth import completion_codes
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.problems import held_out_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
-from gtpo_jax.rollout.token_truth import completion_codes
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 

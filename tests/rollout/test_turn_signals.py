@@ -14,7 +14,8 @@ from gtpo_jax.environments.episodes import Rules
 from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.environments.turns import Episode, Stop, Turn
 from gtpo_jax.logs.display import Display
-from gtpo_jax.rollout.scoring.turn_signals import turn_truth, with_turns
+from gtpo_jax.logs.truth import turn_truth
+from gtpo_jax.rollout.scoring.turn_signals import with_turns
 from gtpo_jax.runtime.errors import UserError
 
 SMALL = {

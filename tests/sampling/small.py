@@ -48,6 +48,11 @@ def build(
   return params, engine, engine.layout(params)
 
 
+def places(completions):
+  """Returns the (row, index) of completions."""
+  return [(completion.group, completion.index) for completion in completions]
+
+
 def sample(built, prompts=PROMPTS, key=4, group=5, **settings):
   _, engine, layout = built
   return engine.sample(

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from small import CONFIG, RAGGED_PROMPTS, build, sample
 
-from gtpo_jax.sampling.session import Pace, Request, Session
+from gtpo_jax.sampling.completion import Completion, Prompt
+from gtpo_jax.sampling.session import Pace, Session
 from gtpo_jax.sampling.settings import Demand, EngineConfig
 
 INVARIANT = EngineConfig(slots=16, chunk=4, batch_invariant=True)
@@ -33,28 +34,25 @@ def serve(served, indices, at_once):
   fixed = programs.config.batch_invariant
   session = Session(programs, params, programs.sizes.serving_scheduler(), Pace(4, None, fixed))
   waiting = list(indices)
-  got = {i: [] for i in waiting}
+  completions = {}
   while waiting or session.busy:
     for i in waiting[:at_once]:
       key = np.asarray(jax.random.key_data(jax.random.key(i)))
       limit = 8 + 11 * i % (MAX_TOKENS - 8)
-      session.submit(TEXTS[i], [Request(key, limit, sampling=(1.0, 0, 1.0, 0.0), name=i)])
+      completions[i] = Completion(Prompt(TEXTS[i]), key, limit)
+      session.submit(completions[i].prompt, [completions[i]])
     waiting = waiting[at_once:]
-    progress = session.step(more_may_come=True, some_wait=bool(waiting))
-    for slot, request in enumerate(progress.requests):
-      if request:
-        new = slice(progress.counts[slot])
-        chunk = progress.chunk
-        columns = (chunk.tokens, chunk.plain_log_probs, chunk.entropy)
-        got[request.name] += zip(*(x[new, slot].tolist() for x in columns), strict=True)
-  return got
+    session.step(more_may_come=True, some_wait=bool(waiting))
+  arrays = {i: completion.arrays() for i, completion in completions.items()}
+  names = ("tokens", "plain_log_probs", "entropy")
+  return {i: [x[name].tolist() for name in names] for i, x in arrays.items()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_request_does_not_depend_on_others(dtype):
   served = built(dtype)
   together = serve(served, range(24), 24)
-  assert max(map(len, together.values())) > 64  # the arrays have grown
+  assert max(len(tokens) for tokens, *_ in together.values()) > 64  # the arrays have grown
   assert serve(served, range(24)[::-1], 3) == together
   for i in (0, 5, 11):
     assert serve(served, [i], 1)[i] == together[i]

@@ -17,6 +17,7 @@ from small import (
   build,
   forward,
   log_prob_errors,
+  places,
   sample,
   trainer_scores,
 )
@@ -123,14 +124,15 @@ def test_drawn_and_plain_log_probs(penalty):
   """The penalty applies only to a slot's own prompt and completion, also in refilled slots."""
   params, engine, layout = build(engine_config=EngineConfig(slots=3, chunk=4))
   sampling_params = SamplingParams(temperature=0.7, top_k=5, repetition_penalty=penalty)
-  buffer = engine.buffer(PROMPTS, engine.completion_keys(jax.random.key(0), len(PROMPTS), 4))
-  for _ in engine.generate(layout, buffer, sampling_params=sampling_params):
+  rows = engine.completions(PROMPTS, engine.completion_keys(jax.random.key(0), len(PROMPTS), 4))
+  for _ in engine.generate(layout, rows, sampling_params=sampling_params):
     pass
   for i, j in np.ndindex(len(PROMPTS), 4):
-    text = [*PROMPTS[i], *buffer.tokens[i, j]]
+    arrays = rows[i][j].arrays()
+    text = [*PROMPTS[i], *arrays["tokens"]]
     padded = jnp.asarray([text + [PAD] * (16 - len(text))])
     logits = np.asarray(forward(engine.model, params, padded), np.float64)[0]
-    for step, token in enumerate(buffer.tokens[i, j, buffer.mask[i, j]]):
+    for step, token in enumerate(arrays["tokens"]):
       end = len(PROMPTS[i]) + step
       plain = np.exp(logits[end - 1])
       penalised = logits[end - 1].copy()
@@ -138,10 +140,10 @@ def test_drawn_and_plain_log_probs(penalty):
       penalised[text[:end]] = np.where(seen > 0, seen / penalty, seen * penalty)
       kept = np.where(penalised >= np.sort(penalised)[-5], np.exp(penalised / 0.7), 0)
       np.testing.assert_allclose(
-        buffer.plain_log_probs[i, j, step], np.log(plain[token] / plain.sum()), atol=1e-4
+        arrays["plain_log_probs"][step], np.log(plain[token] / plain.sum()), atol=1e-4
       )
       np.testing.assert_allclose(
-        buffer.drawn_log_probs[i, j, step], np.log(kept[token] / kept.sum()), atol=1e-4
+        arrays["drawn_log_probs"][step], np.log(kept[token] / kept.sum()), atol=1e-4
       )
 
 
@@ -223,7 +225,7 @@ def test_keys_do_not_depend_on_the_size_of_the_batch(built):
 
 def test_no_prompts_give_no_completions(built):
   rollouts = sample(built, [], group=3)
-  assert rollouts.tokens.shape == (0, 3, 10) and rollouts.prompts.tokens.shape == (0, 6)
+  assert rollouts.tokens.shape == (0, 0, 10) and rollouts.prompts.tokens.shape == (0, 6)
 
 
 def test_prompts_that_nearly_fill_the_context():
@@ -231,8 +233,8 @@ def test_prompts_that_nearly_fill_the_context():
   built = build(config=config, stop=(), max_prompt_tokens=9)
   prompts = [[5] * 8, [5] * 7, [5] * 2, [5]]
   _, engine, layout = built
-  buffer = engine.buffer(prompts, engine.completion_keys(jax.random.key(0), 4, 2))
-  ended = list(engine.generate(layout, buffer, sampling_params=SamplingParams()))
+  rows = engine.completions(prompts, engine.completion_keys(jax.random.key(0), 4, 2))
+  ended = [places(x) for x in engine.generate(layout, rows, sampling_params=SamplingParams())]
   assert ended[0] == [(0, 0), (0, 1)]
   assert sorted(itertools.chain(*ended)) == [(i, j) for i in range(4) for j in range(2)]
   rollouts = sample(built, prompts, group=2)
@@ -254,7 +256,7 @@ def test_a_caller_that_raises_leaves_the_engine_usable(built):
   _, engine, layout = slow
   keys = engine.completion_keys(jax.random.key(4), len(RAGGED_PROMPTS), 6)
   stream = engine.generate(
-    layout, engine.buffer(RAGGED_PROMPTS, keys), sampling_params=SamplingParams()
+    layout, engine.completions(RAGGED_PROMPTS, keys), sampling_params=SamplingParams()
   )
   with pytest.raises(ZeroDivisionError):
     for step, _ in enumerate(stream):

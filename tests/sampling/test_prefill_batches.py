@@ -101,10 +101,10 @@ def sample_with_limits(built, limits):
   """Samples completions of `MIXED`, each at most as long as its limit."""
   _, engine, layout = built
   keys = engine.completion_keys(jax.random.key(0), *limits.shape)
-  buffer = engine.buffer(MIXED, keys, limits)
-  for _ in engine.generate(layout, buffer, sampling_params=SamplingParams()):
+  rows = engine.completions(MIXED, keys, limits)
+  for _ in engine.generate(layout, rows, sampling_params=SamplingParams()):
     pass
-  return engine.rollouts(buffer)
+  return engine.rollouts(rows)
 
 
 @pytest.mark.slow

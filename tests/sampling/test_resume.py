@@ -4,7 +4,15 @@ import jax
 import numpy as np
 import pytest
 from meshes import mesh_of
-from small import RAGGED_PROMPTS, assert_same, build, log_prob_errors, sample, trainer_scores
+from small import (
+  RAGGED_PROMPTS,
+  assert_same,
+  build,
+  log_prob_errors,
+  places,
+  sample,
+  trainer_scores,
+)
 
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
@@ -17,19 +25,19 @@ def sample_in_parts(built, chunks, prompts=RAGGED_PROMPTS, layouts=None, **setti
   """Samples in calls that each end after the next of `chunks`, and returns all completions."""
   _, engine, layout = built
   n = len(prompts)
-  buffer = engine.buffer(prompts, engine.completion_keys(jax.random.key(KEY), n, GROUP))
+  rows = engine.completions(prompts, engine.completion_keys(jax.random.key(KEY), n, GROUP))
   ended = []
   had_ended = []
   for call, count in enumerate([*chunks, 10**6]):
     policy = layouts[call] if layouts else layout
-    stream = engine.generate(policy, buffer, sampling_params=SamplingParams(**settings))
+    stream = engine.generate(policy, rows, sampling_params=SamplingParams(**settings))
     had_ended += next(stream)
-    for _, pairs in zip(range(count), stream, strict=False):
-      ended += pairs
+    for _, have_ended in zip(range(count), stream, strict=False):
+      ended += have_ended
     stream.close()
   assert len(ended) == len(set(ended)) == n * GROUP  # each ends once
   assert set(had_ended) <= set(ended)
-  return engine.rollouts(buffer)
+  return engine.rollouts(rows)
 
 
 @pytest.fixture(scope="module")
@@ -120,26 +128,23 @@ def test_rows_join_while_others_are_sampled(attention, expected):
   _, engine, layout = build(max_tokens=TOKENS, engine_config=config)
   n = len(RAGGED_PROMPTS)
   keys = engine.completion_keys(jax.random.key(KEY), n, GROUP)
-  rows = lambda first, end: engine.buffer(RAGGED_PROMPTS[first:end], keys[first:end])
-  buffer = rows(0, 3)
-  joins = iter([rows(3, 4), rows(4, 9), rows(9, n)])
+  rows = engine.completions(RAGGED_PROMPTS, keys)
+  session = engine.session(layout, rows, SamplingParams())
   ended = []
-  for chunk, pairs in enumerate(
-    engine.generate(
-      layout,
-      buffer,
-      sampling_params=SamplingParams(),
-      prompts_at_once=n,
-      longest_prompt=max(map(len, RAGGED_PROMPTS)),
-    )
-  ):
-    ended += pairs
-    complete = len(ended) == GROUP * len(buffer.prompts)  # the last rows join when all have ended
-    if (complete or chunk in (2, 5)) and (joining := next(joins, None)):
-      buffer.extend(joining)
-  assert next(joins, None) is None
-  assert sorted(ended) == [(i, j) for i in range(n) for j in range(GROUP)]
-  assert_same(engine.rollouts(buffer), expected)
+  submitted = 0
+  for chunk in range(10**6):
+    complete = len(ended) == GROUP * submitted  # the last rows join when all others have ended
+    if complete or chunk in (2, 5):
+      until = next((x for x in (3, 4, 9, n) if x > submitted), None)
+      if until is None:
+        break
+      for row in rows[submitted:until]:
+        session.submit(row[0].prompt, row)
+      submitted = until
+    ended += session.step()
+  assert submitted == n and not session.busy
+  assert sorted(places(ended)) == [(i, j) for i in range(n) for j in range(GROUP)]
+  assert_same(engine.rollouts(rows), expected)
 
 
 def test_context_between_drawn_tokens():
@@ -147,20 +152,18 @@ def test_context_between_drawn_tokens():
   built = build(max_tokens=TOKENS, engine_config=EngineConfig(slots=5, chunk=4))
   _, engine, layout = built
   n = len(RAGGED_PROMPTS)
-  buffer = engine.buffer(RAGGED_PROMPTS, engine.completion_keys(jax.random.key(KEY), n, GROUP))
+  rows = engine.completions(RAGGED_PROMPTS, engine.completion_keys(jax.random.key(KEY), n, GROUP))
+  completions = [completion for row in rows for completion in row]
   for chunks in (3, 2, 10**6):
-    stream = engine.generate(layout, buffer, sampling_params=SamplingParams())
+    stream = engine.generate(layout, rows, sampling_params=SamplingParams())
     for _ in zip(range(chunks), stream, strict=False):
       pass
     stream.close()
-    before = {name: np.copy(x) for name, x in vars(buffer).items() if name != "prompts"}
-    for i, j in np.argwhere(~buffer.ended() & (buffer.limits - buffer.lengths > 3)):
-      at = int(buffer.lengths[i, j])
-      buffer.tokens[i, j, at : at + 3] = (5, 9, 11)
-      buffer.present[i, j, at : at + 3] = True
-  for name, x in before.items():
-    np.testing.assert_array_equal(getattr(buffer, name), x, err_msg=name)  # all have ended
-  rollouts = engine.rollouts(buffer)
+    for completion in completions:
+      if not completion.ended and completion.limit - completion.length > 3:
+        completion.read((5, 9, 11))
+  assert all(completion.ended for completion in completions)
+  rollouts = engine.rollouts(rows)
   context = rollouts.present & ~rollouts.mask
   assert (context.sum(-1) == 6).any() and (
     rollouts.tokens[context].reshape(-1, 3) == (5, 9, 11)

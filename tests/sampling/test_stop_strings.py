@@ -7,7 +7,8 @@ import json
 import jax
 import numpy as np
 import pytest
-from small import CONFIG, PAD, RAGGED_PROMPTS, assert_same, build
+from completions import completion
+from small import CONFIG, PAD, RAGGED_PROMPTS, assert_same, build, places
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -201,16 +202,16 @@ def sample_parts(built, calls=()):
   """Samples in several calls of `generate`, which end after `calls` chunks each."""
   _, engine, layout = built
   n = len(RAGGED_PROMPTS)
-  buffer = engine.buffer(RAGGED_PROMPTS, engine.completion_keys(jax.random.key(4), n, GROUP))
+  rows = engine.completions(RAGGED_PROMPTS, engine.completion_keys(jax.random.key(4), n, GROUP))
   ended = []
   for chunks in (*calls, 10**6):
-    stream = engine.generate(layout, buffer, sampling_params=SamplingParams())
+    stream = engine.generate(layout, rows, sampling_params=SamplingParams())
     assert set(next(stream)) == set(ended)
-    for _, pairs in zip(range(chunks), stream, strict=False):
-      ended += pairs
+    for _, have_ended in zip(range(chunks), stream, strict=False):
+      ended += have_ended
     stream.close()
-  assert sorted(ended) == [(i, j) for i in range(n) for j in range(GROUP)]  # each ends once
-  return engine.rollouts(buffer)
+  assert sorted(places(ended)) == [(i, j) for i in range(n) for j in range(GROUP)]  # each ends once
+  return engine.rollouts(rows)
 
 
 @pytest.fixture(scope="module")
@@ -293,12 +294,10 @@ def test_a_match_in_restored_tokens_ends_a_completion(chats, stop_strings):
     stop_strings=stop_strings,
   )
   _, engine, layout = built
-  buffer = engine.buffer([[5]], engine.completion_keys(jax.random.key(0), 1, 1))
+  rows = engine.completions([[5]], engine.completion_keys(jax.random.key(0), 1, 1))
+  restored = rows[0][0]
   ids = utf8(chats["bytes"], b"alyxy")
-  buffer.tokens[0, 0, : len(ids)] = ids
-  for x in (buffer.present, buffer.mask):
-    x[0, 0, : len(ids)] = True
-  for _ in engine.generate(layout, buffer, sampling_params=SamplingParams()):
+  restored.resume(completion(0, 0, ids, finished=False))
+  for _ in engine.generate(layout, rows, sampling_params=SamplingParams()):
     pass
-  assert buffer.at(0, 0).ids.tolist() == ids[:3] and buffer.finished.all()
-  assert buffer.mask.sum() == 3
+  assert restored.tokens.tolist() == ids[:3] and restored.finished

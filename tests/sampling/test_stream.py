@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from small import MAX_TOKENS, PAD, build
+from small import MAX_TOKENS, PAD, build, places
 
 from gtpo_jax.sampling.settings import SamplingParams
 
@@ -22,12 +22,12 @@ def sample_and_stream(built, *, seed=4, group=3, interval=4, **settings):
   sampling_params = SamplingParams(**settings)
   key = jax.random.key(seed)
   complete = engine.sample(layout, [PROMPT], key, group=group, sampling_params=sampling_params)
-  buffer = engine.buffer([PROMPT], engine.completion_keys(key, 1, group))
+  rows = engine.completions([PROMPT], engine.completion_keys(key, 1, group))
   parts = []
   for ended in engine.generate(
-    layout, buffer, sampling_params=sampling_params, stream_interval=interval
+    layout, rows, sampling_params=sampling_params, stream_interval=interval
   ):
-    parts.append((jax.tree.map(np.copy, engine.rollouts(buffer)), ended))
+    parts.append((engine.rollouts(rows), places(ended)))
   return complete, parts
 
 

@@ -1,4 +1,4 @@
-"""Completions of several turns: each is a request that joins its prompt, with the tokens so far."""
+"""Completions of several turns: each joins its prompt again, with the tokens so far."""
 
 import functools
 
@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from meshes import mesh_of
-from small import PAD, RAGGED_PROMPTS, STOP, assert_same, build, log_prob_errors, sample
+from small import RAGGED_PROMPTS, STOP, assert_same, build, log_prob_errors, sample
 from test_adding_rows import CHUNK, LIMIT, SHAPES, make_rows, make_scheduler
 
 from gtpo_jax.data.chat import TextStream, load_chat
 from gtpo_jax.logs.compiles import compile_count
-from gtpo_jax.sampling.buffer import CompletionBuffer
 from gtpo_jax.sampling.chunk import Chunk
+from gtpo_jax.sampling.completion import Completion, Prompt
 from gtpo_jax.sampling.inventory import Workload, warm_up
-from gtpo_jax.sampling.session import Pace, Progress, Session, up_to_stop_strings
+from gtpo_jax.sampling.session import Pace, Session, up_to_stop_strings
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.sampling.stop_strings import StopStrings
 
@@ -30,79 +30,88 @@ PARAMS = SamplingParams()
 # --- what is drawn ---
 
 
-def answer(buffer, i, j):
-  """An environment that depends on what was drawn: appends tokens, or ends the completion."""
-  turns = np.split(buffer.at(i, j).ids, np.flatnonzero(np.diff(buffer.mask[i, j].astype(int))))
-  left = buffer.limits[i, j] - buffer.present[i, j].sum()
-  drawn = buffer.tokens[i, j][buffer.mask[i, j]]
+def answer(completion):
+  """An environment that depends on what was drawn: returns tokens to read, None at the end."""
+  turns = np.flatnonzero(np.diff(completion.mask.astype(int))).size + 1
+  left = completion.limit - completion.length
+  drawn = completion.tokens[completion.mask]
   tokens = [13 + (int(drawn.sum()) + k) % 30 for k in range(1 + int(drawn[-1] + len(drawn)) % 3)]
-  done = not buffer.finished[i, j] or drawn.sum() % 4 == 0 or len(turns) // 2 + 1 >= MOST_TURNS
-  if done or len(tokens) >= left:
-    return None
-  return tokens
+  done = not completion.finished or drawn.sum() % 4 == 0 or turns // 2 + 1 >= MOST_TURNS
+  return None if done or len(tokens) >= left else tokens
 
 
-def new_buffer(engine):
+def new_rows(engine):
   n = len(RAGGED_PROMPTS)
-  return engine.buffer(RAGGED_PROMPTS, engine.completion_keys(jax.random.key(KEY), n, GROUP))
+  return engine.completions(RAGGED_PROMPTS, engine.completion_keys(jax.random.key(KEY), n, GROUP))
 
 
-def converse(built, delay=lambda: 0, calls=(), buffer=None):
+def new_session(engine, layout, rows):
+  session = engine.session(layout, rows, PARAMS)
+  for row in rows:
+    session.submit(row[0].prompt, row)
+  return session
+
+
+def converse(built, delay=lambda: 0, calls=()):
   """Samples all completions, answering each turn after `delay()` further steps, in any order.
 
   The k-th session is left after calls[k] steps.
   """
   _, engine, layout = built
-  buffer = buffer or new_buffer(engine)
-  playing = set(np.ndindex(buffer.finished.shape))
+  rows = new_rows(engine)
+  playing = {completion for row in rows for completion in row}
   rng = np.random.default_rng(0)
   answered = 0
-  waiting = {}  # (row, index) -> steps until it is answered
+  waiting = {}  # completion -> steps until it is answered
   for count in [*calls, 10**6]:
-    sampling = engine.sampling(layout, buffer, sampling_params=PARAMS)
-    while count and (sampling.busy or waiting):
+    session = new_session(engine, layout, rows)
+    while count and (session.busy or waiting):
       count -= 1
-      turned = sampling.step(more_may_come=bool(waiting))
-      waiting |= {pair: waiting.get(pair, delay()) for pair in turned if pair in playing}
-      due = [pair for pair, left in waiting.items() if left <= 0]
+      turned = session.step(more_may_come=bool(waiting))
+      waiting |= {x: waiting.get(x, delay()) for x in turned if x in playing}
+      due = [completion for completion, left in waiting.items() if left <= 0]
       rng.shuffle(due)
-      waiting = {pair: left - 1 for pair, left in waiting.items() if left > 0}
+      waiting = {x: left - 1 for x, left in waiting.items() if left > 0}
       answered += len(due)
-      sampling.join([x for pair in due if (x := next_turn(buffer, *pair, playing))])
-  assert not playing and not waiting and buffer.ended().all()
-  return buffer, answered
+      in_order = sorted(due, key=lambda x: (x.group, x.index), reverse=True)
+      for completion in in_order:
+        if has_next_turn(completion, playing):
+          session.join(completion)
+  assert not playing and not waiting and all(x.ended for row in rows for x in row)
+  return rows, answered
 
 
-def next_turn(buffer, i, j, playing):
-  """Returns the request for the next turn of a completion; None if it has ended."""
-  tokens = answer(buffer, i, j)
+def has_next_turn(completion, playing):
+  """Lets a completion read the answer to its turn; returns False if it has ended."""
+  tokens = answer(completion)
   if tokens is None:
-    playing.discard((i, j))
-    return None
-  buffer.at(i, j).read(tokens)
-  return buffer.at(i, j).request()
+    playing.discard(completion)
+    return False
+  completion.read(tokens)
+  return True
 
 
 def one_by_one(built, i, j):
   """The same completion without company, each turn sampled in a call of its own."""
   _, engine, layout = built
   keys = engine.completion_keys(jax.random.key(KEY), len(RAGGED_PROMPTS), GROUP)
-  buffer = engine.buffer(RAGGED_PROMPTS[i : i + 1], keys[i : i + 1, j : j + 1])
+  rows = engine.completions(RAGGED_PROMPTS[i : i + 1], keys[i : i + 1, j : j + 1])
   while True:
-    for _ in engine.generate(layout, buffer, sampling_params=PARAMS):
+    for _ in engine.generate(layout, rows, sampling_params=PARAMS):
       pass
-    tokens = answer(buffer, 0, 0)
+    tokens = answer(rows[0][0])
     if tokens is None:
-      return buffer
-    buffer.at(0, 0).read(tokens)
+      return rows
+    rows[0][0].read(tokens)
 
 
 @functools.cache
 def expected():
   built = build(max_tokens=TOKENS, engine_config=FEW_SLOTS)
-  buffer, answered = converse(built)
-  assert answered > 1.4 * buffer.finished.size and 0.2 < buffer.finished.mean() < 1
-  return built[1].rollouts(buffer)
+  rows, answered = converse(built)
+  rollouts = built[1].rollouts(rows)
+  assert answered > 1.4 * rollouts.finished.size and 0.2 < rollouts.finished.mean() < 1
+  return rollouts
 
 
 def test_tokens_are_those_of_each_completion_by_itself():
@@ -126,8 +135,8 @@ def test_delays_and_aborted_calls_do_not_matter(longest, calls):
   """With the longest delays, all completions wait at times, and there is nothing to sample."""
   rng = np.random.default_rng(longest)
   built = build(max_tokens=TOKENS, engine_config=FEW_SLOTS)
-  buffer, _ = converse(built, lambda: int(rng.integers(0, longest)), calls)
-  assert_same(built[1].rollouts(buffer), expected())
+  rows, _ = converse(built, lambda: int(rng.integers(0, longest)), calls)
+  assert_same(built[1].rollouts(rows), expected())
 
 
 @pytest.mark.some(0, slow=2)
@@ -147,8 +156,8 @@ def test_delays_and_aborted_calls_do_not_matter(longest, calls):
 def test_slots_pages_and_the_mesh_do_not_matter(mesh, config):
   rng = np.random.default_rng(1)
   built = build(mesh_of(*mesh), max_tokens=TOKENS, engine_config=config)
-  buffer, _ = converse(built, lambda: int(rng.integers(0, 4)))
-  assert_same(built[1].rollouts(buffer), expected())
+  rows, _ = converse(built, lambda: int(rng.integers(0, 4)))
+  assert_same(built[1].rollouts(rows), expected())
 
 
 @pytest.mark.parametrize("attention", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
@@ -156,27 +165,29 @@ def test_requests_that_are_cancelled_leave_and_others_stay(attention):
   """Some have a slot, others wait for one, and whole prompts go."""
   config = EngineConfig(slots=5, chunk=4, attention=attention, page_size=16)
   _, engine, layout = build(max_tokens=TOKENS, engine_config=config)
-  buffer = new_buffer(engine)
+  rows = new_rows(engine)
   programs = engine.programs
-  scheduler = programs.sizes.scheduler(*buffer.finished.shape)
+  scheduler = programs.sizes.scheduler(len(rows), GROUP)
   session = Session(programs, layout, scheduler, Pace(4), PARAMS, max(map(len, RAGGED_PROMPTS)))
-  rows = [[buffer.at(i, j).request() for j in range(GROUP)] for i in range(len(RAGGED_PROMPTS))]
-  numbers = list(map(session.submit, buffer.prompts, rows))
-  ended = buffer.write(session.step())
-  left = [x for row in rows for x in row if x.name not in ended]
-  goes = [x for x in left if sum(x.name) % 3 == 0 or x.name[0] == 1]
-  running = scheduler.slots.completions.tolist()
-  assert {list(x.name) in running for x in goes} == {True, False}
-  for request in goes:
-    session.cancel(request)
-  session.forget(numbers[1])
+  for row in rows:
+    session.submit(row[0].prompt, row)
+  ended = session.step()
+  left = [x for row in rows for x in row if x not in ended]
+  goes = [x for x in left if (x.group + x.index) % 3 == 0 or x.group == 1]
+  assert {session._places[x] in map(tuple, scheduler.slots.completions.tolist()) for x in goes} == {
+    True,
+    False,
+  }
+  for completion in goes:
+    session.cancel(completion)
+  session.forget(rows[1][0].prompt)
   while session.busy:
-    ended += buffer.write(session.step())
-  gone = {x.name for x in goes}
-  assert sorted(ended) == sorted(set(np.ndindex(buffer.finished.shape)) - gone)
+    ended += session.step()
+  assert set(ended) == {x for row in rows for x in row} - set(goes)
   whole = sample(build(max_tokens=TOKENS), RAGGED_PROMPTS, group=GROUP, key=KEY)
-  for pair in ended:
-    np.testing.assert_array_equal(buffer.tokens[pair], whole.tokens[pair])
+  for completion in ended:
+    place = (completion.group, completion.index)
+    np.testing.assert_array_equal(completion.tokens, whole.tokens[place][whole.present[place]])
   assert not scheduler.has_waiting and not any(map(any, scheduler._entries))
 
 
@@ -202,87 +213,86 @@ def test_a_last_completion_returns_after_idle_slots_were_dropped():
   _, engine, layout = built
   warm_up(engine.programs, layout, [Workload(len(RAGGED_PROMPTS), GROUP, PARAMS, turns=True)])
   before = compile_count()
-  buffer = new_buffer(engine)
-  playing = set(np.ndindex(buffer.finished.shape))
+  rows = new_rows(engine)
+  playing = {completion for row in rows for completion in row}
   answered = 0
-  sampling = engine.sampling(layout, buffer, sampling_params=PARAMS)
-  while sampling.busy:
-    turned = sampling.step()
+  session = new_session(engine, layout, rows)
+  while session.busy:
+    turned = session.step()
     last = len(playing) - len(turned) < 8
-    requests = [x for pair in turned if last and (x := next_turn(buffer, *pair, playing))]
+    again = [x for x in turned if last and has_next_turn(x, playing)]
     playing -= set() if last else set(turned)
-    sampling.join(requests)
-    answered += len(requests)
+    for completion in again:
+      session.join(completion)
+    answered += len(again)
   assert answered > 1 and compile_count() == before
 
 
-# --- what a buffer accepts ---
+# --- what a completion accepts ---
 
 
-def small_buffer(strings=(), limit=12):
+def empty(strings=(), limit=12):
+  """Returns a completion without tokens, and a function that encodes texts."""
   chat = load_chat()
   stop = StopStrings(strings, lambda: TextStream(chat.texts).add, chat.decode) if strings else None
-  limits = np.full((1, 1), limit, np.int32)
-  keys = np.zeros((1, 1, 2), np.uint32)
-  buffer = CompletionBuffer.empty([[5]], keys, limits, limit, PAD, stop)
-  return buffer, lambda text: chat.encode_plain(text)
+  made = Completion(Prompt([5]), np.zeros(2, np.uint32), limit, stop)
+  return made, lambda text: chat.encode_plain(text)
 
 
-def draw(buffer, tokens, stopped=False):
-  """Writes a chunk of one slot; returns how many of its tokens are kept."""
+def draw(completion, tokens, stopped=False):
+  """Draws a chunk of one slot; returns how many of its tokens are kept."""
   column = lambda dtype: np.ones((len(tokens), 1), dtype)
   floats = [column(np.float32) for _ in range(4)]
   chunk = Chunk(np.asarray(tokens)[:, None], column(bool), *floats, np.asarray([stopped]))
-  request = buffer.at(0, 0).request()
-  counts, finished = up_to_stop_strings([request], chunk)
-  ended = finished | (len(request.tokens) + counts >= request.limit)
-  buffer.write(Progress([request], buffer.lengths[0], counts, finished, ended, chunk, []))
+  assert completion.begin_turn()
+  counts, finished = up_to_stop_strings([completion], chunk)
+  completion.draw(chunk, 0, int(counts[0]), bool(finished[0]))
   return int(counts[0])
 
 
-def test_a_buffer_refuses_what_does_not_fit():
-  buffer, _ = small_buffer()
-  draw(buffer, [1, 2, 3])
-  assert not buffer.ended().any()
-  draw(buffer, [STOP[0]], stopped=True)
-  assert buffer.ended().all()
+def test_a_completion_refuses_what_does_not_fit():
+  completion, _ = empty()
+  draw(completion, [1, 2, 3])
+  assert not completion.ended
+  draw(completion, [STOP[0]], stopped=True)
+  assert completion.ended
   for tokens in ([], [5] * 8, [5] * 9):
     with pytest.raises(ValueError, match="has 4 of 12 tokens; from 1 to 7 can be added"):
-      buffer.at(0, 0).read(tokens)
-  buffer.at(0, 0).read([5] * 7)
-  assert not buffer.ended().any() and buffer.mask.sum() == 4 and buffer.present.sum() == 11
-  draw(buffer, [6])
-  assert buffer.ended().all() and not buffer.finished.any()  # its turn was cut off at the limit
+      completion.read(tokens)
+  completion.read([5] * 7)
+  assert not completion.ended and completion.mask.sum() == 4 and completion.length == 11
+  draw(completion, [6])
+  assert completion.ended and not completion.finished  # its turn was cut off at the limit
   with pytest.raises(ValueError, match="from 1 to -1 can"):
-    buffer.at(0, 0).read([5])
+    completion.read([5])
 
 
 def test_stop_strings_are_found_in_turns_only():
-  buffer, encode = small_buffer(("END", "<<"), limit=60)
+  completion, encode = empty(("END", "<<"), limit=60)
   one, two = encode("12 END"), encode("a < b")
-  assert draw(buffer, [*one, *encode("3")]) == len(one)  # nothing is drawn after a match
-  assert buffer.ended().all()
-  buffer.at(0, 0).read(encode("END << <"))
-  assert not buffer.ended().any()
-  assert draw(buffer, encode("< b")) == len(encode("< b"))  # the observation's < is not its first
-  assert draw(buffer, [STOP[0]], stopped=True) == 1
-  buffer.at(0, 0).read(encode(" EN"))
-  assert draw(buffer, encode("D")) == len(encode("D"))
-  assert not buffer.ended().any()
-  assert draw(buffer, [*two, *encode("<<")]) == len(two) + len(encode("<<"))
-  assert buffer.ended().all() and buffer.finished.all()
+  assert draw(completion, [*one, *encode("3")]) == len(one)  # nothing is drawn after a match
+  assert completion.ended
+  completion.read(encode("END << <"))
+  assert not completion.ended
+  # The observation's < is not its first.
+  assert draw(completion, encode("< b")) == len(encode("< b"))
+  assert draw(completion, [STOP[0]], stopped=True) == 1
+  completion.read(encode(" EN"))
+  assert draw(completion, encode("D")) == len(encode("D"))
+  assert not completion.ended
+  assert draw(completion, [*two, *encode("<<")]) == len(two) + len(encode("<<"))
+  assert completion.ended and completion.finished
 
 
 def test_a_turn_that_is_searched_again_begins_after_the_observation():
-  """A buffer may be made from tokens that another one has got: nothing was searched there."""
-  buffer, encode = small_buffer(("END",), limit=60)
-  draw(buffer, [*encode("1"), STOP[0]], stopped=True)
-  buffer.at(0, 0).read(encode("END"))
-  copied, _ = small_buffer(("END",), limit=60)
-  copied.tokens[:] = buffer.tokens
-  copied.present[:] = buffer.present
-  copied.mask[:] = buffer.mask
-  assert draw(copied, encode("2")) == len(encode("2")) and not copied.ended().any()
+  """A completion may resume another one's tokens: nothing was searched there."""
+  completion, encode = empty(("END",), limit=60)
+  draw(completion, [*encode("1"), STOP[0]], stopped=True)
+  completion.read(encode("END"))
+  copied, _ = empty(("END",), limit=60)
+  copied.resume(completion)
+  assert draw(copied, encode("2")) == len(encode("2")) and not copied.ended
+  assert completion.length == len(copied.tokens) - len(encode("2"))  # it stays as it was
 
 
 # --- the schedule ---

@@ -14,12 +14,13 @@ from gtpo_jax.rollout import worker
 from gtpo_jax.rollout.policies import ServingLimits, find_served
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import bytes_per_device
+from gtpo_jax.sampling.completion import Prompt
 from gtpo_jax.sampling.dense.state_shapes import StateShapes
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import Demand, EngineConfig
 from gtpo_jax.serving.generator import Full, Generator
-from gtpo_jax.serving.jobs import Completion, ScoreJob
+from gtpo_jax.serving.jobs import ScoreJob, ServedCompletion
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +49,8 @@ class Ask:
     self.began = threading.Event()
     key = np.asarray([0, i], np.uint32)
     limit = 1 + i * 7 % 40
-    self.completion = Completion(
-      prompt=PROMPTS[i],
+    self.completion = ServedCompletion(
+      prompt=Prompt(PROMPTS[i]),
       key=key,
       limit=limit,
       sampling=WAYS[i % 4],

@@ -218,24 +218,24 @@ def test_an_update_measures_routers():
 def test_completions_that_go_on_keep_their_choices_and_context_gets_those_of_its_reading():
   params, engine, want = sampled()
   keys = engine.completion_keys(jax.random.key(4), 4, G)
-  buffer = engine.buffer(PROMPTS, keys)
+  rows = engine.completions(PROMPTS, keys)
   layout = engine.layout(params)
-  steps = engine.generate(layout, buffer, sampling_params=SamplingParams(), stream_interval=3)
+  steps = engine.generate(layout, rows, sampling_params=SamplingParams(), stream_interval=3)
   next(steps), next(steps)
-  assert not buffer.ended().all()
-  before = buffer.routes.copy()
-  pairs = np.ndindex(4, G)
-  turned = next(x for x in pairs if buffer.finished[x] and buffer.at(*x).length < T - 3)
-  buffer.at(*turned).read([9, 5])
-  for _ in engine.generate(layout, buffer, sampling_params=SamplingParams()):
+  completions = [completion for row in rows for completion in row]
+  assert not all(completion.ended for completion in completions)
+  before = engine.rollouts(rows).routes
+  turned = next(x for x in completions if x.finished and x.length < T - 3)
+  turned.read([9, 5])
+  for _ in engine.generate(layout, rows, sampling_params=SamplingParams()):
     pass
   was = before[..., :1, :1] != 255
-  np.testing.assert_array_equal(np.where(was, buffer.routes, 0), np.where(was, before, 0))
-  rollouts = engine.rollouts(buffer)
+  rollouts = engine.rollouts(rows)
+  np.testing.assert_array_equal(np.where(was, rollouts.routes, 0), np.where(was, before, 0))
   recorded = rollouts.routes[..., 0, 0] != 255
   np.testing.assert_array_equal(recorded, rollouts.present)
   others = np.ones((4, G), bool)
-  others[turned] = False
+  others[turned.group, turned.index] = False
   np.testing.assert_array_equal(rollouts.tokens[others], want.tokens[others])
   np.testing.assert_array_equal(rollouts.routes[others], want.routes[others])
   _, _, router = scored(model_of(), params, rollouts)

@@ -28,7 +28,7 @@ async function unpack(text, schemes) {
   };
 }
 
-// The truth of a token, from its code: see rollout/token_truth.py.
+// The truth of a token, from its code: see logs/truth.py.
 const TRUTHS = ["unknown", "inert", "filler", "copied", "decisive"];
 const decides = (code) => (code & 7) >= 3;
 const isWrong = (code) => code >= 8;

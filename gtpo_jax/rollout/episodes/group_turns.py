@@ -11,14 +11,13 @@ from typing import Any
 import jax
 
 from gtpo_jax.environments.episodes import Added, Episodes, saved_writers
-from gtpo_jax.environments.turns import Episode
 from gtpo_jax.environments.writers import Recorded
 from gtpo_jax.rollout.episodes.turn_queue import POLL_S, TurnQueue
 from gtpo_jax.rollout.groups import Group
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.sampling.buffer import CompletionBuffer, Pair
+from gtpo_jax.sampling.completion import Completion
 from gtpo_jax.sampling.settings import SamplingParams
 
 Key = tuple[int, int]  # the index of a group
@@ -42,7 +41,6 @@ class Turns:
     self._size = size
     self._seed = seed
     self._added: dict[Key, Added | None] = {}  # of each open group, what is added to its prompt
-    self._keys: list[Key] = []  # of the rows of the latest buffer
     self._queues: list[TurnQueue] = []  # since the last metrics
 
   def open(
@@ -58,9 +56,9 @@ class Turns:
     if not self._episodes:
       return list(groups)
     closed = [group for group in groups if group.rewards is None and group.index not in self._added]
-    self._begin([x for x in closed if x.rollouts is None or x.snapshot], stopping)
+    self._begin([x for x in closed if not x.completions or x.snapshot], stopping)
     new = {
-      group.index: Group(group.index, group.problem, None, None, [], version)
+      group.index: Group(group.index, group.problem, version)
       for group in closed
       if self._added.get(group.index) is None
     }
@@ -69,9 +67,8 @@ class Turns:
 
   def encode(self, group: Group) -> list[int]:
     """Returns the prompt of a group, with what its environments have added."""
-    if group.rollouts is not None and self._episodes:
-      prompt = group.rollouts.prompts
-      return prompt.tokens[len(prompt.tokens) - int(prompt.lengths) :].tolist()
+    if group.completions and self._episodes:
+      return list(group.completions[0].prompt.tokens)
     if self._episodes and self._episodes.rules.start:
       return list(self._episodes.rules.start)
     return self._worker.encode(group.problem, self._added.get(group.index, ""))
@@ -79,41 +76,32 @@ class Turns:
   def generate(
     self,
     policy: Policy,
-    buffer: CompletionBuffer,
-    groups: Sequence[Group],
+    rows: Sequence[Sequence[Completion]],
     sampling_params: SamplingParams,
     stopping: Callable[[], bool],
     prompts_at_once: int | None = None,
-  ) -> Iterator[list[Pair]]:
-    """Samples the completions of a buffer to their ends, and yields which ones have ended.
+  ) -> Iterator[list[Completion]]:
+    """Samples the completions of open groups to their ends, and yields those that have ended.
 
-    The buffer has the rows of `groups`, which are open. After this has yielded, the caller
-    may stop iterating.
+    After this has yielded, the caller may stop iterating.
 
     Raises:
       Stopped: `stopping`, which all processes call after each chunk of tokens, returned True.
     """
-    sampling = policy.engine.sampling(
-      policy.params, buffer, sampling_params=sampling_params, prompts_at_once=prompts_at_once
+    session = policy.engine.session(
+      policy.params, rows, sampling_params, prompts_at_once=prompts_at_once
     )
-    self._keys = [group.index for group in groups]
-    queue = TurnQueue(self._episodes, self._worker.chat, sampling, self._keys)
+    queue = TurnQueue(self._episodes, self._worker.chat, session, rows)
     self._queues.append(queue)
     with jax.profiler.TraceAnnotation("sample"):
-      while sampling.busy or queue.waiting:
+      while queue.busy:
         yield queue.step()
         if stopping():
           raise Stopped
 
-  def settle(self, stopping: Callable[[], bool]) -> list[Pair]:
+  def settle(self, stopping: Callable[[], bool]) -> list[Completion]:
     """Waits until no completion waits for its episode; see `TurnQueue.settle`."""
     return self._queues[-1].settle(stopping)
-
-  def episode(self, row: int, index: int) -> Episode | None:
-    """Returns the episode of a completion that has ended, on the first process."""
-    if not (self._episodes and is_first_process()):
-      return None
-    return self._episodes.results(self._keys[row])[index]
 
   def finish(self, groups: Sequence[Group]) -> list[Group]:
     """Adds snapshots to the groups without rewards, and discards all others."""

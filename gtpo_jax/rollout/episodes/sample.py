@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from gtpo_jax.arrays import Rollouts
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rollout.episodes.group_turns import Turns
-from gtpo_jax.rollout.groups import EndedCompletion, Group
+from gtpo_jax.rollout.groups import Group
 from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
+from gtpo_jax.sampling.completion import Completion
 from gtpo_jax.sampling.settings import SamplingParams
 
 EVALUATION = -1  # groups of training have the numbers of their batches, which are not negative
@@ -28,7 +27,7 @@ def sample_problems(
   pending: PendingRewards | None = None,
   stopping: Callable[[], bool] = lambda: False,
   first: int = 0,
-) -> Rollouts:
+) -> list[list[Completion]]:
   """Samples g completions of each problem, to their ends; each may be an episode.
 
   Args:
@@ -43,34 +42,24 @@ def sample_problems(
     first: the index of the first problem in the evaluation.
 
   Returns:
-    Rollouts [n, g, t] in host arrays.
+    n rows of g completions, group (-1, first + i) in row i.
 
   Raises:
     Stopped: `stopping` returned True.
   """
-  groups = [
-    Group((EVALUATION, i), problem, None, None, [], 0) for i, problem in enumerate(problems, first)
-  ]
+  groups = [Group((EVALUATION, i), problem, 0) for i, problem in enumerate(problems, first)]
   try:
     groups = turns.open(groups, 0, stopping)
-    buffer = policy.engine.buffer([turns.encode(group) for group in groups], keys[: len(groups)])
-    for ended in turns.generate(policy, buffer, groups, sampling_params, stopping, len(keys)):
+    rows = policy.engine.completions([turns.encode(group) for group in groups], keys[: len(groups)])
+    for group, row in zip(groups, rows, strict=True):
+      for completion in row:
+        completion.group = group.index
+    for ended in turns.generate(policy, rows, sampling_params, stopping, len(keys)):
       if pending:
-        of = EndedCompletion.of
-        pending.put([of(buffer, i, j, problem=i, episode=turns.episode(i, j)) for i, j in ended])
+        pending.put(ended)
   finally:
     turns.discard()
-  return policy.engine.rollouts(buffer)
-
-
-class _Ended:
-  """Takes completions as `PendingRewards` does, and keeps their episodes."""
-
-  def __init__(self):
-    self.episodes: dict[int, Episode | None] = {}
-
-  def put(self, completions: Sequence[EndedCompletion]) -> None:
-    self.episodes |= {completion.index: completion.episode for completion in completions}
+  return rows
 
 
 def sample_prompt(
@@ -80,8 +69,8 @@ def sample_prompt(
   row: Mapping[str, Any],
   keys: np.ndarray,
   sampling_params: SamplingParams,
-) -> tuple[Rollouts, list[Episode | None]]:
-  """Samples g completions of a prompt, which nothing scores.
+) -> list[Completion]:
+  """Returns g completions of a prompt, which nothing scores.
 
   Args:
     worker: the worker.
@@ -90,14 +79,9 @@ def sample_prompt(
     row: further fields of the row that an environment gets.
     keys: from `Engine.completion_keys`, u32[1, g, 2].
     sampling_params: how tokens are drawn.
-
-  Returns:
-    Rollouts [1, g, t] in host arrays, and the g episodes if they are episodes.
   """
   fields = dict(row)
   answer = str(fields.pop("answer", ""))
   problem = Problem(str(fields.pop("id", "0")), user(prompt), answer, "", fields)
-  ended = _Ended()
   turns = Turns(worker, keys.shape[1])
-  rollouts = sample_problems(turns, policy, [problem], keys, sampling_params, ended)
-  return rollouts, [ended.episodes[j] for j in range(keys.shape[1])]
+  return sample_problems(turns, policy, [problem], keys, sampling_params)[0]

@@ -1,18 +1,14 @@
-"""What is known of turns, as arrays over tokens: rewards, states and true advantages."""
+"""Rewards and states of turns, as arrays over tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from gtpo_jax.arrays import Rewards
-from gtpo_jax.environments.episodes import Rules
 from gtpo_jax.environments.turns import Episode
-
-# By whom a turn is followed in its true advantage: the best player, or the policy that played it.
-PLAYERS = ("best", "policy")
 
 
 def with_turns(
@@ -48,43 +44,11 @@ def with_turns(
       values[: len(known)] = env_weight * np.asarray(known, np.float64)
       states[: len(episodes[j].states)] = episodes[j].states[:count]
     values[-1] += total[j] - values.sum()
-    _write(values, mask[j], turn_reward[j])
-    _write([numbers.setdefault(state, len(numbers)) for state in states], mask[j], turn_state[j])
+    write_turns(values, mask[j], turn_reward[j])
+    write_turns(
+      [numbers.setdefault(state, len(numbers)) for state in states], mask[j], turn_state[j]
+    )
   return rewards.replace(turn_reward=turn_reward, turn_state=turn_state)
-
-
-def turn_truth(
-  mask: np.ndarray,
-  rows: Sequence[Mapping[str, Any]],
-  episodes: Sequence[Sequence[Episode] | None],
-  rules: Rules | None,
-) -> dict[str, np.ndarray]:
-  """Returns the true advantages of the turns of a batch by `PLAYERS`, f32[n, g, t].
-
-  They are on all tokens of a turn, and NaN elsewhere and where they are unknown. Players for whom
-  all are unknown are left out.
-
-  Args:
-    mask: bool[n, g, t], the tokens that were drawn.
-    rows: n rows of the data.
-    episodes: [n][g]; None for a group without episodes.
-    rules: of the run's episodes; None without any.
-  """
-  played = [i for i, group in enumerate(episodes) if group]
-  if not played or rules is None:
-    return {}
-  of_played = [episodes[i] for i in played]
-  by_policy = rules.policy_truth([rows[i] for i in played], of_played)
-  by_best = [[episode.truths for episode in group] for group in of_played]
-  found = {}
-  for player, groups in zip(PLAYERS, (by_best, by_policy), strict=True):
-    truth = np.full(mask.shape, np.nan, np.float32)
-    for i, group in zip(played, groups or (), strict=bool(groups)):
-      for j, values in enumerate(group):
-        _write(values, mask[i, j], truth[i, j])
-    if not np.isnan(truth).all():
-      found[player] = truth
-  return found
 
 
 def first_tokens(mask: np.ndarray) -> np.ndarray:
@@ -94,7 +58,7 @@ def first_tokens(mask: np.ndarray) -> np.ndarray:
   return mask & ~before
 
 
-def _write(values: Sequence[Any], mask: np.ndarray, out: np.ndarray) -> None:
+def write_turns(values: Sequence[Any], mask: np.ndarray, out: np.ndarray) -> None:
   """Writes the values of an episode's first turns on their tokens; `mask` and `out` are [t]."""
   turn = np.cumsum(first_tokens(mask)) - 1
   known = mask & (turn < len(values))

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from completions import completion
 
-from gtpo_jax.arrays import Rollouts
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.rollout.groups import Group, row_of
-from gtpo_jax.rollout.token_truth import completion_codes, decides, is_wrong, of_class, token_truth
+from gtpo_jax.logs.truth import completion_codes, decides, is_wrong, of_class, token_truth
+from gtpo_jax.rollout.groups import Group
 
 
 @pytest.fixture(scope="module")
@@ -40,35 +40,29 @@ def test_marks_of_another_length_or_text_are_unknown(chat):
 
 def groups_of(chat, problems, texts):
   """Returns a group of one completion for each problem."""
-  rows = [chat.encode_completion(text) for text in texts]
-  t = max(map(len, rows))
-  tokens = np.full((len(rows), 1, t), chat.pad, np.int32)
-  mask = np.zeros(tokens.shape, bool)
-  for i, row in enumerate(rows):
-    tokens[i, 0, : len(row)] = row
-    mask[i, 0, : len(row)] = True
-  rollouts = Rollouts(None, tokens, mask, mask, mask, mask, mask.any(-1))
-  return [
-    Group((0, i), problem, row_of(rollouts, i), None, [texts[i]], 0)
-    for i, problem in enumerate(problems)
-  ]
+  groups = []
+  for i, (problem, text) in enumerate(zip(problems, texts, strict=True)):
+    made = completion((0, i), 0, chat.encode_completion(text))
+    made.text = text
+    groups.append(Group((0, i), problem, 0, [made]))
+  return groups
 
 
 def test_codes_of_a_batch(chat):
   texts = ["QA:3=8", "7"]
   problems = [Problem("a", user("38:"), "8", "forks"), Problem("b", user("3+4?"), "7", "math")]
-  codes = token_truth(groups_of(chat, problems, texts), chat)
+  codes = token_truth(groups_of(chat, problems, texts), 7, chat)
   assert codes.tolist() == [[[2, 2, 2, 12, 1, 11, 1]], [[0] * 7]]
   assert decides(codes)[0, 0].tolist() == [False] * 3 + [True, False, True, False]
   assert is_wrong(codes)[0, 0].tolist() == [False] * 3 + [True, False, True, False]
   assert of_class(codes, "filler").sum() == 3
   assert not decides(codes[1]).any()
-  assert token_truth(groups_of(chat, problems[1:], texts[1:]), chat) is None
+  assert token_truth(groups_of(chat, problems[1:], texts[1:]), 7, chat) is None
 
 
 def test_a_verifier_of_the_user_knows_only_what_the_rows_say(chat):
   problem = Problem("a", user("38:"), "8", "forks")
-  assert token_truth(groups_of(chat, [problem], ["8=8"]), chat, own_verifier=True) is None
+  assert token_truth(groups_of(chat, [problem], ["8=8"]), 4, chat, own_verifier=True) is None
   said = Problem("a", user("38:"), "8", "forks", {"truth": [["=", "8"]]})
-  codes = token_truth(groups_of(chat, [said], ["8=8"]), chat, own_verifier=True)
+  codes = token_truth(groups_of(chat, [said], ["8=8"]), 4, chat, own_verifier=True)
   assert codes.tolist() == [[[1, 1, 4, 1]]]

@@ -1,0 +1,159 @@
+"""Observes which tokens and turns of a batch decide its verdicts, on tasks that know it.
+
+`rewards.truth` marks the characters of a completion; here the marks become one code per token. A
+code is 0 for a token of which the truth is unknown. Otherwise it is 1 + the index of its class in
+`CLASSES`, and 8 more if the token is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gtpo_jax.data.chat import Chat
+from gtpo_jax.environments.episodes import Rules
+from gtpo_jax.environments.turns import Episode
+from gtpo_jax.rewards import MARKS, knows_truth, truth_marks
+from gtpo_jax.rollout.batch import Batch
+from gtpo_jax.rollout.groups import Group
+from gtpo_jax.rollout.scoring.turn_signals import write_turns
+from gtpo_jax.rollout.worker import RolloutWorker
+
+CLASSES = ("inert", "filler", "copied", "decisive")
+WRONG = 8
+# By whom a turn is followed in its true advantage: the best player, or the policy that played it.
+PLAYERS = ("best", "policy")
+_CODES = dict(zip(MARKS, (1, 2, 3, 4, 3 + WRONG, 4 + WRONG), strict=True))
+
+
+def decides(codes: np.ndarray) -> np.ndarray:
+  """Returns which tokens decide the verdict, bool like `codes`: decisive and copied ones."""
+  return (codes & ~np.uint8(WRONG)) >= 3
+
+
+def is_wrong(codes: np.ndarray) -> np.ndarray:
+  """Returns which tokens are wrong, bool like `codes`."""
+  return codes >= WRONG
+
+
+def of_class(codes: np.ndarray, name: str) -> np.ndarray:
+  """Returns which tokens are of a class of `CLASSES`, right or wrong, bool like `codes`."""
+  return (codes & ~np.uint8(WRONG)) == 1 + CLASSES.index(name)
+
+
+class BatchTruth(NamedTuple):
+  """The truth of a batch, on the host.
+
+  Attributes:
+    tokens: u8[n, g, t], the tokens' codes; None if no problem of the batch knows them.
+    turns: f32[n, g, t] by player, the true advantages of turns; only the players for whom some are
+      known.
+  """
+
+  tokens: np.ndarray | None
+  turns: Mapping[str, np.ndarray]
+
+
+def batch_truth(batch: Batch, worker: RolloutWorker, own_verifier: bool = False) -> BatchTruth:
+  """Returns the truth of a batch.
+
+  Args:
+    batch: of a step.
+    worker: sampled it.
+    own_verifier: see `token_truth`.
+  """
+  groups = batch.groups
+  t = batch.rollouts.tokens.shape[2]
+  turns = turn_truth(
+    np.stack([group.mask(t) for group in groups]),
+    [group.problem.row for group in groups],
+    [group.episodes for group in groups],
+    worker.episodes.rules if worker.episodes else None,
+  )
+  return BatchTruth(token_truth(groups, t, worker.chat, own_verifier), turns)
+
+
+def token_truth(
+  groups: Sequence[Group], t: int, chat: Chat, own_verifier: bool = False
+) -> np.ndarray | None:
+  """Returns the truth codes of a batch, u8[n, g, t]; None if no problem knows them.
+
+  A token of several characters takes the strongest of their marks. A stop token is inert. The truth
+  of tokens that were not drawn is unknown.
+
+  Args:
+    groups: n groups.
+    t: completion positions.
+    chat: decodes single tokens.
+    own_verifier: whether a function of the user decides, instead of the verifier for the problem's
+      kind. Then only a problem's column `truth` has marks.
+  """
+  kind_of = lambda problem: "" if own_verifier else problem.kind
+  if not any(knows_truth(kind_of(x.problem), x.problem.extra) for x in groups):
+    return None
+  codes = np.zeros((len(groups), len(groups[0].completions), t), np.uint8)
+  for i, group in enumerate(groups):
+    problem = group.problem
+    prompt = problem.messages[-1]["content"]
+    for j, completion in enumerate(group.completions):
+      text = completion.text
+      marks = truth_marks(kind_of(problem), prompt, text, problem.answer, problem.extra)
+      if marks is not None:
+        found = completion_codes(completion.tokens, text, marks, chat)
+        codes[i, j, : completion.length] = np.where(completion.mask, found, 0)
+  return codes
+
+
+def completion_codes(ids: np.ndarray, text: str, marks: str, chat: Chat) -> np.ndarray:
+  """Returns the codes of a completion's tokens, u8[m], from the marks of its characters.
+
+  A text may be cut before a stop string; tokens after the cut are inert. The codes are all 0 if the
+  texts of the tokens do not add up to a text that begins with `text`.
+  """
+  stop = np.isin(ids, chat.stop)
+  pieces = chat.pieces(ids[~stop])
+  codes = np.full(len(ids), _CODES["i"], np.uint8)
+  if not "".join(pieces).startswith(text) or len(marks) != len(text):
+    return np.zeros_like(codes)
+  ends = np.cumsum([len(piece) for piece in pieces], dtype=int)
+  codes[~stop] = [
+    max((_CODES[mark] for mark in marks[end - len(piece) : end]), default=_CODES["i"])
+    for piece, end in zip(pieces, ends, strict=True)
+  ]
+  return codes
+
+
+def turn_truth(
+  mask: np.ndarray,
+  rows: Sequence[Mapping[str, Any]],
+  episodes: Sequence[Sequence[Episode] | None],
+  rules: Rules | None,
+) -> dict[str, np.ndarray]:
+  """Returns the true advantages of the turns of a batch by `PLAYERS`, f32[n, g, t].
+
+  They are on all tokens of a turn, and NaN elsewhere and where they are unknown. Players for whom
+  all are unknown are left out.
+
+  Args:
+    mask: bool[n, g, t], the tokens that were drawn.
+    rows: n rows of the data.
+    episodes: [n][g]; None for a group without episodes.
+    rules: of the run's episodes; None without any.
+  """
+  played = [i for i, group in enumerate(episodes) if group]
+  if not played or rules is None:
+    return {}
+  of_played = [episodes[i] for i in played]
+  by_policy = rules.policy_truth([rows[i] for i in played], of_played)
+  by_best = [[episode.truths for episode in group] for group in of_played]
+  found = {}
+  for player, groups in zip(PLAYERS, (by_best, by_policy), strict=True):
+    truth = np.full(mask.shape, np.nan, np.float32)
+    for i, group in zip(played, groups or (), strict=bool(groups)):
+      for j, values in enumerate(group):
+        write_turns(values, mask[i, j], truth[i, j])
+    if not np.isnan(truth).all():
+      found[player] = truth
+  return found
