@@ -14,7 +14,7 @@ from etils import epath
 
 from gtpo_jax.checkpoint.digests import digest_file
 from gtpo_jax.runtime.errors import CorruptCheckpoint
-from gtpo_jax.storage.paths import list_files, write_atomically
+from gtpo_jax.runtime.paths import list_files, write_atomically
 
 RECORD_FILE = "integrity_record"  # its first line is the SHA-256 of the JSON that follows
 

@@ -17,8 +17,8 @@ from gtpo_jax.checkpoint.integrity import record_commit_files, write_integrity_r
 from gtpo_jax.checkpoint.reader import MAX_MESSAGE, read_checkpoint
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 from gtpo_jax.runtime.errors import CorruptCheckpoint, RunError, UserError, first_line
-from gtpo_jax.storage.files import set_aside
-from gtpo_jax.storage.paths import absolute_path
+from gtpo_jax.runtime.files import set_aside
+from gtpo_jax.runtime.paths import absolute_path
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # of a step's folder until Orbax commits it
 FILE_SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from gtpo_jax.checkpoint.lease import claim_lease
 from gtpo_jax.checkpoint.resuming import forbidden_changes
 from gtpo_jax.config import Config, freeze, resolved_dict
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.storage.lease import claim_lease
-from gtpo_jax.storage.paths import (
+from gtpo_jax.runtime.paths import (
   absolute_path,
   is_remote,
   storage_errors,

@@ -11,7 +11,7 @@ from pathlib import Path
 from gtpo_jax.cli.processes import check_writable, in_all_processes, stderr_display, write
 from gtpo_jax.runtime.cluster.agreement import agree
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.storage.paths import is_remote
+from gtpo_jax.runtime.paths import is_remote
 
 
 @in_all_processes

@@ -22,7 +22,7 @@ from gtpo_jax.models.lora import combine
 from gtpo_jax.rollout.policies import open_policy
 from gtpo_jax.runtime.errors import RunError, UserError, first_line
 from gtpo_jax.runtime.fields import AUTO
-from gtpo_jax.storage.files import read_json
+from gtpo_jax.runtime.files import read_json
 from gtpo_jax.tinker.models import ServedBase, Spec
 from gtpo_jax.tinker.saved_weights import ABOUT, Saved
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.storage.files import set_aside
-from gtpo_jax.storage.paths import is_remote
-from gtpo_jax.storage.spool import read_lines
+from gtpo_jax.logs.spool import read_lines
+from gtpo_jax.runtime.files import set_aside
+from gtpo_jax.runtime.paths import is_remote
 
 Row = dict[str, Any]
 MAX_LISTED = 8  # steps that a message lists

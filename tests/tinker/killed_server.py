@@ -9,8 +9,8 @@ import sys
 
 from gtpo_jax.cli import main
 from gtpo_jax.models.hf import atomic_folder
-from gtpo_jax.storage.record_log import RecordLog
 from gtpo_jax.tinker import models
+from gtpo_jax.tinker.ledger.record_log import RecordLog
 from gtpo_jax.tinker.ledger.submissions import Submissions
 from gtpo_jax.tinker.models import TrainedModel
 from gtpo_jax.tinker.saved_weights import Store

@@ -19,7 +19,7 @@ from etils import epath
 from jax.experimental.multihost_utils import broadcast_one_to_all, sync_global_devices
 
 from gtpo_jax.runtime.errors import RunError, UserError
-from gtpo_jax.storage.paths import (
+from gtpo_jax.runtime.paths import (
   check_object_writable,
   is_remote,
   list_files,

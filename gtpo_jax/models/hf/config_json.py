@@ -27,7 +27,7 @@ from gtpo_jax.models.hf.rope_json import (
 from gtpo_jax.models.kinds import DELTA, DeltaSizes, LayerKind, Mixture
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import ABOVE_0
-from gtpo_jax.storage.files import printable, read_json
+from gtpo_jax.runtime.files import printable, read_json
 
 # Settings that only models of these kinds have.
 KINDS_OF_MODELS = {

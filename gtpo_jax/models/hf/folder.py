@@ -11,7 +11,7 @@ from pathlib import Path
 from etils import epath
 
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.storage.paths import PACKAGES, is_remote, scheme, storage_errors, storage_path
+from gtpo_jax.runtime.paths import PACKAGES, is_remote, scheme, storage_errors, storage_path
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja", "tokenizer.model")

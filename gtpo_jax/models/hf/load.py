@@ -33,9 +33,9 @@ from gtpo_jax.models.params import Params, declared_params, param_shardings, sca
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.distributed import is_first_process
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.files import printable, read_json, safe_join
 from gtpo_jax.runtime.mesh import single_device_mesh
-from gtpo_jax.storage.files import printable, read_json, safe_join
-from gtpo_jax.storage.paths import is_remote, read_range, storage_errors
+from gtpo_jax.runtime.paths import is_remote, read_range, storage_errors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -12,7 +12,7 @@ from gtpo_jax.models.hf.json_values import number, shown, size
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import ABOVE_1
 from gtpo_jax.runtime.fields import SHARE as A_SHARE
-from gtpo_jax.storage.files import printable
+from gtpo_jax.runtime.files import printable
 
 # types of layers
 FULL, SLIDING, LINEAR = ("full_attention", "sliding_attention", "linear_attention")

@@ -29,8 +29,8 @@ from gtpo_jax.models.hf.weights import hf_from_adapters, hf_from_params, hf_shap
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.storage.files import read_json
-from gtpo_jax.storage.paths import storage_path
+from gtpo_jax.runtime.files import read_json
+from gtpo_jax.runtime.paths import storage_path
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from etils import epath
 
-from gtpo_jax.storage.paths import is_remote, list_files
+from gtpo_jax.runtime.paths import is_remote, list_files
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase

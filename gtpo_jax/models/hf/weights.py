@@ -24,8 +24,8 @@ from gtpo_jax.models.params import Params, abstract_params, at_path, declared_pa
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.files import printable
 from gtpo_jax.runtime.mesh import named_sharding
-from gtpo_jax.storage.files import printable
 
 # Our modules, outside and within the layers, with their Hugging Face names, in the order in which
 # we write the tensors. {} is the number of an expert, which has tensors of its own.
