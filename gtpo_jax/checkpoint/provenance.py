@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gtpo_jax.checkpoint.digests import DIGEST_DIGITS
+from gtpo_jax.checkpoint.integrity import DIGEST_DIGITS
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.runtime.errors import UserError

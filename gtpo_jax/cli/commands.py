@@ -172,7 +172,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   from gtpo_jax import config as configs
   from gtpo_jax.cli.planning import plan as planning
-  from gtpo_jax.cli.planning.table import format_table
+  from gtpo_jax.cli.planning.plan import format_table
 
   check_writable(args.json)
   config = configs.load(args.config, overrides)

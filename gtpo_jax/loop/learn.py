@@ -15,9 +15,8 @@ from typing import Any
 
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
 from gtpo_jax.config import Config, flatten, resolved_dict, with_compute_dtype
-from gtpo_jax.logs.compiles import compile_count
-from gtpo_jax.logs.display import Display
-from gtpo_jax.logs.panel import one_line
+from gtpo_jax.logs.display import Display, one_line
+from gtpo_jax.logs.profile import compile_count
 from gtpo_jax.logs.spool import open_logs
 from gtpo_jax.loop.interruptions import closed_at_exit, saved_if_interrupted
 from gtpo_jax.loop.prepare import fit_here, prepare

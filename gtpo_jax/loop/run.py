@@ -17,13 +17,12 @@ from gtpo_jax.checkpoint.provenance import check_provenance
 from gtpo_jax.checkpoint.workdir import Claim
 from gtpo_jax.config import Config
 from gtpo_jax.config.updates import run_optimizer, run_update
-from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.logs.credit import repair_credit, step_timeline, write_credit
 from gtpo_jax.logs.credit_scores import step_metrics
 from gtpo_jax.logs.curves import draw_curves
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.journal import Journal
-from gtpo_jax.logs.profile import trace_window
+from gtpo_jax.logs.profile import compile_count, trace_window
 from gtpo_jax.logs.sessions import SessionRecord
 from gtpo_jax.logs.spool import Logs
 from gtpo_jax.logs.summary import describe_run, summarize, without_other_evaluations

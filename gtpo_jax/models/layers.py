@@ -1,4 +1,9 @@
-"""The modules of a layer: RMSNorm, and linear maps with optional adapters."""
+"""The modules of a layer: RMSNorm, linear maps with optional adapters, and activations' shardings.
+
+Activations are [n, g, s, d]. Between layers, the positions s are the logical axis "sequence",
+sharded over the mesh axes context and tensor. Within layers they are the logical axis "position",
+sharded over context.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,15 @@ from jax.sharding import Mesh
 
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.declaration import AxisRoles, declare
-from gtpo_jax.models.formats.products import multiply_on_cpu
-from gtpo_jax.models.formats.quantize import (
+from gtpo_jax.models.number_formats import (
   FORMATS,
   dequantize,
   init_integers,
   init_scale,
+  multiply_on_cpu,
   scale_shape,
 )
+from gtpo_jax.runtime.mesh import constrain, divisible_axis
 
 MATRIX_DEVIATION = 0.02  # `initializer_range` of the published models
 MATRIX_INIT = nn.initializers.normal(MATRIX_DEVIATION)
@@ -269,3 +275,41 @@ def _contract(
     jax.lax.dot_general, dimension_numbers=dimensions, precision=precision
   )
   return multiply_on_cpu(multiply, x, y, x.dtype) if on_cpu else multiply(x, y)
+
+
+def residual_layout(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """Shards the residual stream between layers.
+
+  The batch is sharded. Positions are sharded over context and tensor if their number is divisible
+  by the product of the two axes, over context alone if it is divisible by that axis, and otherwise
+  not at all.
+  """
+  positions = divisible_axis(mesh, x.shape[2], "sequence", "position")
+  return constrain(x, mesh, "batch", None, positions, None)
+
+
+def layer_layout(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """Shards the activations within a layer.
+
+  The batch is sharded, and so are the positions if the context axis divides their number. All
+  shards of the tensor axis have the same positions; each computes its own heads and MLP features
+  for them.
+  """
+  positions = divisible_axis(mesh, x.shape[2], "position")
+  return constrain(x, mesh, "batch", None, positions, None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def layer_layout_of_gradient(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """Returns `x` unchanged and gives its gradient the layout of `layer_layout`.
+
+  The gradient of a weight matrix is the product of activations and the gradient of the residual
+  stream. Without this function their positions would be sharded differently, the former over
+  context only and the latter over context and tensor, and the compiler would gather the batch.
+  """
+  return x
+
+
+layer_layout_of_gradient.defvjp(
+  lambda x, mesh: (x, None), lambda mesh, _, d_out: (layer_layout(d_out, mesh),)
+)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from gtpo_jax.models.config import Lora, ModelConfig
 from gtpo_jax.models.declaration import KINDS, Declaration, Kind
-from gtpo_jax.models.formats.quantize import quantize
+from gtpo_jax.models.number_formats import quantize
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import axis_size, indivisible_error, partition_spec, single_device_mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gtpo_jax.models.attention.rope_scaling import Linear, Llama3Scaling, Yarn
+from gtpo_jax.models.attention.rope import Linear, Llama3Scaling, Yarn
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.kinds import DELTA, DeltaSizes, LayerKind, Mixture
 

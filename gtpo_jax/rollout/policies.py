@@ -11,8 +11,7 @@ from typing import NamedTuple
 import jax
 
 from gtpo_jax.arrays import KeyStream, key_for
-from gtpo_jax.checkpoint.architectures import usable_here
-from gtpo_jax.checkpoint.opening import open_run, run_params
+from gtpo_jax.checkpoint.opening import open_run, run_params, usable_here
 from gtpo_jax.checkpoint.workdir import has_base, load_config
 from gtpo_jax.config import (
   Config,

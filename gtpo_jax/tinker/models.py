@@ -16,7 +16,7 @@ import numpy as np
 
 from gtpo_jax.models.config import Lora
 from gtpo_jax.models.decode import DecodeParams
-from gtpo_jax.models.hf.atomic_folder import atomic_folder
+from gtpo_jax.models.hf.folder import atomic_folder
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.hf.save import save, save_adapter, write_files
 from gtpo_jax.models.lora import add_lora, combine, merge_lora, partition

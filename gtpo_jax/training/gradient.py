@@ -22,8 +22,8 @@ from gtpo_jax.training.log_probs import (
   loss_and_score,
   score_with_routers,
 )
-from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
-from gtpo_jax.training.micro_batches import merge_parts, split_batch
+from gtpo_jax.training.packing import merge_parts, split_batch
+from gtpo_jax.training.state import loss_scale, scaled, unscale
 
 
 class UpdateSettings(NamedTuple):

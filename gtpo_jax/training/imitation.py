@@ -16,8 +16,15 @@ from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiler_options import update_options
 from gtpo_jax.training.log_probs import Reading, head_settings, loss_and_score
-from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
-from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
+from gtpo_jax.training.state import (
+  BUILDER_CACHE_SIZE,
+  Optimizer,
+  TrainState,
+  abstract_state,
+  loss_scale,
+  scaled,
+  unscale,
+)
 
 
 @flax.struct.dataclass

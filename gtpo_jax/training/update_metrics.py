@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.corrections import Corrections
-from gtpo_jax.algorithms.diagnostics import effective_sample_size, surprise_metrics
+from gtpo_jax.algorithms.loss import effective_sample_size, surprise_metrics
 from gtpo_jax.arrays import Rewards, Rollouts, masked_mean, mean_or_nan
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.experts.routing import RouterStatistics, expert_shares

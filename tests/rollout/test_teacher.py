@@ -15,8 +15,8 @@ from experience_cases import (
 )
 from toys import LLAMA, save_llama
 
-from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
+from gtpo_jax.checkpoint.opening import teacher_model
 from gtpo_jax.checkpoint.provenance import check_provenance
 from gtpo_jax.cli.planning.run_programs import RunPrograms, build_model
 from gtpo_jax.cli.planning.search import Search

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.checkpoint.architectures import teacher_model
-from gtpo_jax.cli.planning.compile import compile_with_peak
+from gtpo_jax.checkpoint.opening import teacher_model
+from gtpo_jax.cli.planning.topology import compile_deviceless
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.mesh_choice import check_divisible
 from gtpo_jax.config.updates import fit_update, frozen_bytes, run_demand, run_optimizer, run_update
@@ -314,3 +315,37 @@ def _attention_workspace(config: Config, model: Transformer) -> int:
   rows = config.batch.prompts // parts * config.batch.group
   positions = config.data.max_prompt_tokens + config.sampling.max_tokens
   return 4 * rows * positions * c.heads // axis_size(mesh, "heads") * c.head_dim
+
+
+def compile_with_peak(
+  lowered: jax.stages.Lowered, arguments: Any
+) -> tuple[int, jax.stages.Compiled | None]:
+  """Compiles a program for devices that need not be present.
+
+  Args:
+    lowered: the program.
+    arguments: its abstract arguments that are in device memory.
+
+  Returns:
+    The peak bytes on one device, including the arguments, and the program. If compilation fails for
+    lack of memory, the program is None, and the bytes are those that the compiler reports.
+  """
+  devices = list(jax.tree.leaves(arguments)[0].sharding.device_set)
+  try:
+    compiled = compile_deviceless(lowered, devices)
+  except jax.errors.JaxRuntimeError as error:
+    needed = re.search(r"temporaries \(([\d.]+)([KMGT])\)|Used ([\d.]+)([KMGT]) of", str(error))
+    if "RESOURCE_EXHAUSTED" not in str(error) or not needed:
+      raise
+    temporaries, temporaries_unit, total, total_unit = needed.groups()
+    if temporaries:
+      return _to_bytes(temporaries, temporaries_unit) + bytes_per_device(arguments), None
+    return _to_bytes(total, total_unit), None
+  analysis = compiled.memory_analysis()
+  # The peak that XLA reports for a CPU program does not include its temporaries.
+  omitted = analysis.temp_size_in_bytes if devices[0].platform == "cpu" else 0
+  return analysis.peak_memory_in_bytes + omitted, compiled
+
+
+def _to_bytes(number: str, unit: str) -> int:
+  return int(float(number) * 1024 ** ("KMGT".index(unit) + 1))

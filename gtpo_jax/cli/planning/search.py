@@ -12,13 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gtpo_jax.cli.planning.collectives import Collective, send_seconds
-from gtpo_jax.cli.planning.memory_model import Base, MemoryModel
-from gtpo_jax.cli.planning.roofline import sample_seconds, update_seconds
+from gtpo_jax.cli.planning.estimates import Base, MemoryModel, sample_seconds, update_seconds
 from gtpo_jax.config import Config, flatten, freeze, to_dict
 from gtpo_jax.config.mesh_choice import all_meshes
 from gtpo_jax.config.updates import micro_batch_counts, tokens_per_part
 from gtpo_jax.models.config import DTYPES, ModelConfig
-from gtpo_jax.models.formats.quantize import FORMATS
+from gtpo_jax.models.number_formats import FORMATS
 from gtpo_jax.models.params import matmul_params
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.fields import AUTO

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 
 import gtpo_jax
+from gtpo_jax.cli.report.credit_figures import timeline_figure, truth_figure, turns_figure
 from gtpo_jax.cli.report.figures import (
   composition_figures,
   evaluation_figures,
@@ -29,9 +30,6 @@ from gtpo_jax.cli.report.overview import (
   verdict,
 )
 from gtpo_jax.cli.report.runs import RunGroup, RunLogs, group_runs, number, read_run, run_label
-from gtpo_jax.cli.report.timeline import timeline_figure
-from gtpo_jax.cli.report.truth_figure import truth_figure
-from gtpo_jax.cli.report.turns_figure import turns_figure
 from gtpo_jax.cli.report.viewer import MAX_TOKENS, viewer_data
 from gtpo_jax.logs.text import visible
 

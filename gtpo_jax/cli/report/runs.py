@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from gtpo_jax.algorithms import Algorithm, make
-from gtpo_jax.checkpoint.resuming import MAY_CHANGE
-from gtpo_jax.checkpoint.workdir import load_config
+from gtpo_jax.checkpoint.workdir import MAY_CHANGE, load_config
 from gtpo_jax.config import flatten, resolved_dict
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.runtime.errors import UserError

@@ -20,8 +20,8 @@ from gtpo_jax.models.config import DTYPES, EXPERTS, ModelConfig
 from gtpo_jax.models.declaration import AxisRoles, declare
 from gtpo_jax.models.experts.products import experts_output, plan_rows
 from gtpo_jax.models.experts.routing import Routing, route
-from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.layers import MATRIX_INIT, Activation, Dense, Matrix, declare_matrix, gated
+from gtpo_jax.models.number_formats import einsum
 from gtpo_jax.runtime.mesh import (
   all_gather_axis,
   axis_size,

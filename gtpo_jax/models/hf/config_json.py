@@ -12,8 +12,7 @@ from typing import Any
 
 from gtpo_jax.models.config import EXPERTS, ModelConfig
 from gtpo_jax.models.families import FAMILIES, MATRICES, MULTIMODAL, NOT_COVERED, Family
-from gtpo_jax.models.hf.json_values import flag, number, shown, size
-from gtpo_jax.models.hf.known_keys import check_supported, unused_keys
+from gtpo_jax.models.hf.json_values import check_supported, flag, number, shown, size, unused_keys
 from gtpo_jax.models.hf.rope_json import (
   FULL,
   LINEAR,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gtpo_jax.models.attention.rope_scaling import Linear, Llama3Scaling, RopeScaling, Yarn
+from gtpo_jax.models.attention.rope import Linear, Llama3Scaling, RopeScaling, Yarn
 from gtpo_jax.models.families import Family
 from gtpo_jax.models.hf.json_values import number, shown, size
 from gtpo_jax.runtime.errors import UserError

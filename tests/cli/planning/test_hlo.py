@@ -12,15 +12,19 @@ from plan_cases import needs_cuda_plugin, needs_libtpu, small_config
 
 from gtpo_jax.arrays import Packing
 from gtpo_jax.cli.planning.collectives import collective_bytes
-from gtpo_jax.cli.planning.compile import compile_with_peak
-from gtpo_jax.cli.planning.run_programs import RunPrograms, build_engine, build_model
+from gtpo_jax.cli.planning.run_programs import (
+  RunPrograms,
+  build_engine,
+  build_model,
+  compile_with_peak,
+)
 from gtpo_jax.cli.planning.topology import topology_devices
 from gtpo_jax.config.updates import run_optimizer, run_update
 from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models import PRESETS
 from gtpo_jax.rollout.batch import abstract_batches
 from gtpo_jax.runtime.mesh import bytes_per_device
-from gtpo_jax.training.head_chunk import default_chunk
+from gtpo_jax.training.head_logits import default_chunk
 from gtpo_jax.training.state import abstract_state
 
 PROMPT = 250

@@ -4,10 +4,9 @@ import jax
 import pytest
 from plan_cases import HAS_CUDA_PLUGIN, needs_libtpu, small_config
 
-from gtpo_jax.cli.planning.plan import plan
+from gtpo_jax.cli.planning.plan import format_table, plan
 from gtpo_jax.cli.planning.search import with_overrides
-from gtpo_jax.cli.planning.table import format_table
-from gtpo_jax.logs.compiles import compile_count
+from gtpo_jax.logs.profile import compile_count
 from gtpo_jax.runtime.errors import UserError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from plan_cases import small_config
 
-from gtpo_jax.cli.planning.roofline import sample_seconds, update_flops, update_seconds
+from gtpo_jax.cli.planning.estimates import sample_seconds, update_flops, update_seconds
 from gtpo_jax.config import load, resolve_model
 from gtpo_jax.runtime.chips import CHIPS
 

@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
+from gtpo_jax.cli.report.credit_figures import timeline_figure
 from gtpo_jax.cli.report.runs import group_runs, read_run
-from gtpo_jax.cli.report.timeline import timeline_figure
 from gtpo_jax.logs.credit import PHASES, credit_files, read_credit, save_credit, step_timeline
 from gtpo_jax.sampling.spans import Span
 

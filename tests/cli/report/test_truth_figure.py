@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import RECIPES, make
+from gtpo_jax.cli.report.credit_figures import MARKERS, distinct_algorithms, truth_figure
 from gtpo_jax.cli.report.runs import group_runs, read_run
-from gtpo_jax.cli.report.truth_figure import MARKERS, distinct_algorithms, truth_figure
 from gtpo_jax.logs.credit import credit_files, read_credit, save_credit
 from gtpo_jax.rollout.token_truth import CLASSES
 

@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
+from gtpo_jax.cli.report.credit_figures import CHARS, turn_texts, turns_figure
 from gtpo_jax.cli.report.report import make_report
 from gtpo_jax.cli.report.runs import group_runs, read_run
-from gtpo_jax.cli.report.turns_figure import CHARS, turn_texts, turns_figure
 from gtpo_jax.logs.credit import credit_files, read_credit, save_credit, shaped_and_advantages
 from gtpo_jax.rollout.scoring.turn_signals import first_tokens
 

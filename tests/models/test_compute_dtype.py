@@ -6,10 +6,10 @@ import types
 import jax
 import pytest
 
-from gtpo_jax.checkpoint.architectures import usable_here
+from gtpo_jax.checkpoint.opening import usable_here
 from gtpo_jax.config import Config, ModelSection, resolve_model
-from gtpo_jax.models.formats import compute_dtype
-from gtpo_jax.models.formats.compute_dtype import compute_dtype_for, usable_compute_dtype
+from gtpo_jax.models import number_formats
+from gtpo_jax.models.number_formats import compute_dtype_for, usable_compute_dtype
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.runtime.chips import cpu_bfloat16_units
 
@@ -51,7 +51,7 @@ def test_the_format_of_a_cpu(monkeypatch):
     ("", 4096, "float32", "this CPU has no bfloat16 units"),
   ]
   for units, width, name, reason in table:
-    monkeypatch.setattr(compute_dtype, "cpu_bfloat16_units", lambda units=units: units)
+    monkeypatch.setattr(number_formats, "cpu_bfloat16_units", lambda units=units: units)
     assert compute_dtype_for("auto", CPU, width) == (name, reason)
 
 
@@ -76,7 +76,7 @@ def test_the_units_of_a_cpu_are_read_from_linux(tmp_path):
 
 
 def test_a_config_resolves_to_a_concrete_format_for_each_device(monkeypatch):
-  monkeypatch.setattr(compute_dtype, "cpu_bfloat16_units", lambda: "avx512_bf16")
+  monkeypatch.setattr(number_formats, "cpu_bfloat16_units", lambda: "avx512_bf16")
   config = Config(model=ModelSection(preset="qwen2.5-0.5b", random_weights=True))
   assert config.model.compute_dtype == "auto"
   formats = [resolve_model(config, each).config.compute_dtype for each in (T4, L4, CPU)]

@@ -14,7 +14,7 @@ from toys import TOY
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.models import Transformer, init_params
-from gtpo_jax.models.formats.products import einsum, matmul_float32
+from gtpo_jax.models.number_formats import einsum, matmul_float32
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
