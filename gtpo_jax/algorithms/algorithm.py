@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,12 +23,16 @@ from gtpo_jax.arrays import Signals, mean_or_nan
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 
-def takes_signals(method: Callable[..., Any]) -> Callable[..., Any]:
+def takes_fields(method: Callable[..., Any]) -> Callable[..., Any]:
   """Lets a method of `Signals` take their fields as keyword arguments too."""
+  own = inspect.signature(method).parameters
 
   @functools.wraps(method)
-  def call(self: Algorithm, signals: Signals | None = None, **fields: Any) -> Any:
-    return method(self, Signals(**fields) if signals is None else signals)
+  def call(self: Algorithm, signals: Signals | None = None, **named: Any) -> Any:
+    if signals is None:
+      signals = Signals(**{name: x for name, x in named.items() if name not in own})
+      named = {name: x for name, x in named.items() if name in own}
+    return method(self, signals, **named)
 
   return call
 
@@ -37,8 +42,8 @@ class Algorithm:
   """Computes advantages, token weights and the loss of a batch.
 
   It is frozen and hashable, and can be a static argument of jitted functions. Its methods take a
-  batch as `Signals`, or the fields of these as keyword arguments. In the loss, the log-probs and
-  entropies of the policy being trained come beside them.
+  batch as `Signals`, or its fields as keyword arguments. In the loss, the log-probs and entropies
+  of the policy being trained come beside it.
 
   Attributes:
     name: the name of its row in `RECIPES`.
@@ -56,7 +61,7 @@ class Algorithm:
     """
     return Settings(**self.recipe.settings)
 
-  @takes_signals
+  @takes_fields
   def advantages(self, signals: Signals) -> jax.Array:
     """Returns the advantage of every token, under `stop_gradient`, in float32.
 
@@ -87,7 +92,7 @@ class Algorithm:
       advantages -= self.teacher_weights(x) * gap
     return jax.lax.stop_gradient(advantages)
 
-  @takes_signals
+  @takes_fields
   def teacher_weights(self, signals: Signals) -> jax.Array:
     """Returns the weight of each token's divergence from the teacher, f32[n, g, t], a constant.
 
@@ -102,7 +107,7 @@ class Algorithm:
       shares = shaping.shares(_units(self, signals, per_completion=False))
     return jax.lax.stop_gradient(distillation.weights(mask, shares))
 
-  @takes_signals
+  @takes_fields
   def shaped(self, signals: Signals) -> tuple[ShapedRewards, Units]:
     """Returns the shaped reward of each unit of credit, and the units (the inputs of shaping).
 
@@ -111,7 +116,7 @@ class Algorithm:
     units = _units(self, signals)
     return self.recipe.shaping(units)[0], units
 
-  @takes_signals
+  @takes_fields
   def credit_metrics(self, signals: Signals) -> dict[str, jax.Array]:
     """Returns the diagnostics of entropy shaping, f32[] each; {} for recipes without it.
 
@@ -119,19 +124,19 @@ class Algorithm:
     """
     return self.recipe.shaping(_units(self, signals))[1]
 
-  @takes_signals
+  @takes_fields
   def loss_mask(self, signals: Signals) -> jax.Array:
     """Returns the tokens that enter the loss, bool[n, g, t].
 
     Args:
       signals: `entropy`, `mask` and `correct` are needed.
     """
-    x = signals
-    x.need("entropy", "correct")
-    _check_guided(self, x.guided)
-    mask = self.recipe.selection.with_contrast(x.mask, x.correct, x.guided)
-    share = self.recipe.selection.forking_share
-    return top_share(x.entropy, mask, share) if share else mask
+    signals.need("entropy", "correct")
+    _check_guided(self, signals.guided)
+    selection = self.recipe.selection
+    mask = selection.with_contrast(signals.mask, signals.correct, signals.guided)
+    share = selection.forking_share
+    return top_share(signals.entropy, mask, share) if share else mask
 
   def token_weights(
     self, mask: jax.Array, correct: jax.Array | None = None, guided: jax.Array | None = None
@@ -155,13 +160,9 @@ class Algorithm:
     rescued = all_wrong(correct, mask.any(-1), guided)[:, None, None]
     return aggregate(mask & ~rescued) + self.recipe.guide.lambda_zero * aggregate(mask & rescued)
 
+  @takes_fields
   def select(
-    self,
-    signals: Signals | None = None,
-    *,
-    log_probs: jax.Array,
-    key: jax.Array | None = None,
-    **fields: jax.Array | None,
+    self, signals: Signals, *, log_probs: jax.Array, key: jax.Array | None = None
   ) -> jax.Array:
     """Returns the tokens that the objective treats differently, bool[n, g, t]. Not differentiable.
 
@@ -172,27 +173,21 @@ class Algorithm:
       signals: `log_probs_old`, `advantages` and `mask` are needed, with `stare` also `entropy`.
       log_probs: f32[n, g, t], nats, of the policy being trained.
       key: PRNG key; needed with `clip_cov` and `kl_cov`.
-      fields: those of `signals`, if these are not given.
 
     Raises:
       UserError: an array that the objective needs is missing.
     """
-    x = Signals(**fields) if signals is None else signals
-    x.need("log_probs_old", "advantages")
+    signals.need("log_probs_old", "advantages")
     objective = self.recipe.objective
-    given = {"entropy": x.entropy, "key": key}
+    given = {"entropy": signals.entropy, "key": key}
     for name in objective.select_needs:
       _check_present(self, name, given[name])
-    inputs = objective_inputs(objective, log_probs, x)
+    inputs = objective_inputs(objective, log_probs, signals)
     return objective.select(jax.lax.stop_gradient(inputs), key)
 
+  @takes_fields
   def loss(
-    self,
-    signals: Signals | None = None,
-    *,
-    log_probs: jax.Array,
-    entropy: jax.Array | None = None,
-    **fields: jax.Array | None,
+    self, signals: Signals, *, log_probs: jax.Array, entropy: jax.Array | None = None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss f32[], and its metrics, f32[] each.
 
@@ -202,17 +197,15 @@ class Algorithm:
       signals: `log_probs_old`, `advantages` and `mask` are needed.
       log_probs: f32[n, g, t], nats, of the policy being trained.
       entropy: f32[n, g, t], nats, of the policy being trained; needed with an entropy bonus.
-      fields: those of `signals`, if these are not given.
 
     Raises:
       UserError: an array that the settings need is missing, or `guided` is given and the recipe has
         no guide.
     """
-    x = Signals(**fields) if signals is None else signals
-    x.need("log_probs_old", "advantages")
-    _check_loss_signals(self, x, entropy)
+    signals.need("log_probs_old", "advantages")
+    _check_loss_signals(self, signals, entropy)
     recipe = self.recipe
-    x = jax.lax.stop_gradient(x)
+    x = jax.lax.stop_gradient(signals)
     mask, weights = x.mask, x.weights
     if weights is None:
       mask = mask & (x.advantages != 0) if recipe.selection.forking_share else mask

@@ -397,12 +397,6 @@ class Fipo(Clip):
   )
 
   def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
-    influence, clipped = self._influence(x)
-    objective, metrics = super().__call__(x._replace(advantages=influence * x.advantages))
-    return objective, metrics | {"clip/influence": clipped}
-
-  def _influence(self, x: ObjectiveInputs) -> tuple[jax.Array, jax.Array]:
-    """Returns the influence of each token f32[n, g, t], and whether it was clipped."""
     log_ratio = jax.lax.stop_gradient(jnp.where(x.mask, x.log_ratio, 0.0))
     if self.dual_clip:
       log_ratio = jnp.where(x.ratio > self.dual_clip, 0.0, log_ratio)
@@ -410,7 +404,10 @@ class Fipo(Clip):
     influence = jnp.clip(raw, 1 - self.influence_low, 1 + self.influence_high)
     unsafe = (x.advantages < 0) & (x.ratio > self.safe_ratio)
     influence = jnp.where(unsafe, jnp.minimum(influence, 1.0), influence)
-    return jax.lax.stop_gradient(influence), x.mask & (influence != raw)
+    clipped = x.mask & (influence != raw)
+    influence = jax.lax.stop_gradient(influence)
+    objective, metrics = super().__call__(x._replace(advantages=influence * x.advantages))
+    return objective, metrics | {"clip/influence": clipped}
 
 
 def discounted_future(x: jax.Array, mask: jax.Array, discount: float) -> jax.Array:

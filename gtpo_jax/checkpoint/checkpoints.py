@@ -46,9 +46,6 @@ class Checkpoints:
     folder: contains one folder per step.
     keep: number of latest steps to keep. None opens the folder for reading only and leaves it
       unchanged.
-
-  Raises:
-    UserError: `folder` is a file.
   """
 
   def __init__(self, folder: epath.PathLike, keep: int | None = None):
@@ -95,9 +92,6 @@ class Checkpoints:
       params: the parameters.
       step: the step that they belong to.
       with_base: whether to save the base model as well if there are adapters.
-
-    Raises:
-      RunError: the save failed.
     """
     if step != self.latest:
       trained, metadata = (params, {}) if with_base else self._base.leave_out(params, {})
@@ -164,11 +158,7 @@ class Checkpoints:
     return self._base.add(model, items[PARAMS], metadata, base)
 
   def wait(self) -> None:
-    """Waits until the current save is on disk.
-
-    Raises:
-      RunError: the save failed.
-    """
+    """Waits until the current save is on disk."""
     self._steps.wait()
 
   def close(self) -> None:
@@ -248,11 +238,7 @@ class SharedBase:
     metadata: Mapping[str, Any],
     read_base: Callable[[], Params] | None,
   ) -> Params:
-    """Adds the base model to adapters that were saved without it.
-
-    Raises:
-      UserError: it is not the base model that the adapters were trained on.
-    """
+    """Adds the base model to adapters that were saved without it."""
     if not model.config.lora.rank or split_adapters(params)[1]:
       return params
     if read_base is None:

@@ -144,9 +144,6 @@ def check_integrity(folder: epath.Path, items: Collection[str]) -> IntegrityReco
 
   Returns:
     The record.
-
-  Raises:
-    CorruptCheckpoint: the record or a file is missing or differs from what was written.
   """
   record = _read(folder)
   for name, digest in record.files.items():

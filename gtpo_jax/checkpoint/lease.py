@@ -80,9 +80,6 @@ def claim_lease(workdir: epath.Path, say: Callable[[str], None]) -> Iterator[Lea
   Args:
     workdir: the workdir.
     say: shows a message to the user.
-
-  Raises:
-    UserError: another process holds the lock, or the store cannot be written to.
   """
   with storage_errors(f"cannot write into workdir {str(workdir)!r}", UserError):
     lease = _acquire(workdir, say)

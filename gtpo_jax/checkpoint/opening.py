@@ -67,10 +67,6 @@ def run_params(
 
   Returns:
     The parameters, laid out on `model`'s mesh, and their step.
-
-  Raises:
-    UserError: there is no such checkpoint, or it belongs to another model.
-    RunError: the checkpoint is damaged.
   """
   checkpoints = open_run(workdir, step)
   step = checkpoints.latest if step is None else step
@@ -87,10 +83,6 @@ def frozen_params(workdir: epath.PathLike, model: Transformer, path: str) -> Par
     workdir: the run's working directory.
     model: the run's model.
     path: the run's `model.path`; if empty, the run started from WORKDIR/base.
-
-  Raises:
-    UserError: the model's folder is missing or damaged.
-    RunError: the checkpoint in WORKDIR/base is damaged.
   """
   if path:
     return read_params(model, find(path))
@@ -120,9 +112,6 @@ def frozen_architecture(folder: Path, own: ModelConfig, device: Any = None) -> M
     folder: a Hugging Face folder, or the workdir of a run that has a checkpoint.
     own: the architecture that the run trains. A Hugging Face folder is read in its compute dtype.
     device: as in `usable_here`.
-
-  Raises:
-    UserError: there is no such model or checkpoint, or it is not supported.
   """
   if is_hf_folder(folder):
     return dataclasses.replace(
@@ -163,11 +152,7 @@ def teacher_architecture(
 
 
 def teacher_model(config: Config, model: Transformer) -> Transformer | None:
-  """Returns the teacher's architecture on the mesh of the run's `model`; None without a teacher.
-
-  Raises:
-    UserError: as `teacher_architecture`, or the mesh or its devices do not support the teacher.
-  """
+  """Returns the teacher's architecture on the mesh of the run's `model`; None without a teacher."""
   architecture = teacher_architecture(config, model.config, model.mesh.devices.flat[0])
   if architecture is None:
     return None

@@ -53,9 +53,6 @@ def check_provenance(
     current: the provenance now.
     accept: report changes through `say` and continue.
     say: shows a message to the user.
-
-  Raises:
-    UserError: an input has changed. The message names the input, its old value and its new value.
   """
   changes = [
     f"{name} was {saved[name]}, now {value}"

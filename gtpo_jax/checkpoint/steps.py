@@ -134,9 +134,6 @@ class SavedSteps:
 
   Attributes:
     path: the folder's absolute path.
-
-  Raises:
-    UserError: `folder` is a file.
   """
 
   def __init__(self, folder: epath.PathLike, keep: int | None):
@@ -170,11 +167,7 @@ class SavedSteps:
     return self.path / str(step)
 
   def save(self, step: int, items: dict[str, Any], metadata: Mapping[str, Any]) -> None:
-    """Starts saving a step in the background.
-
-    Raises:
-      RunError: this save or the previous one failed.
-    """
+    """Starts saving a step in the background."""
     if not self._writable:
       raise ValueError("these checkpoints are open for reading only; pass keep= to save")
     self.wait()  # so that a failure of the previous save is reported with its own step
@@ -185,11 +178,7 @@ class SavedSteps:
       self._manager.save(step, args=ocp.args.Composite(**arguments))
 
   def wait(self) -> None:
-    """Waits until the current save is on disk.
-
-    Raises:
-      RunError: the save failed.
-    """
+    """Waits until the current save is on disk."""
     step = self.latest
     with self._save_errors(step):
       self._manager.wait_until_finished()

@@ -119,11 +119,7 @@ def _served(options: type, args: argparse.Namespace) -> Any:
 
 
 def _prepare_server(args: argparse.Namespace, command: str, extra: str) -> None:
-  """Checks the options that servers share, and prepares JAX.
-
-  Raises:
-    UserError: a package is missing, or a value is out of bounds.
-  """
+  """Checks the options that servers share, and prepares JAX."""
   from gtpo_jax.runtime.installing import require_package
 
   for package in ("uvicorn", "starlette"):

@@ -133,10 +133,6 @@ def check_writable(file: Path | None) -> None:
 
 
 def write(file: Path, text: str) -> None:
-  """Writes a result.
-
-  Raises:
-    UserError: the file cannot be written.
-  """
+  """Writes a result."""
   with storage_errors(f"cannot write {str(file)!r}", UserError):
     file.write_bytes(text.encode())

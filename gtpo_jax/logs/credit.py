@@ -318,11 +318,7 @@ def _is_intact(file: Path) -> bool:
 
 
 def read_credit(file: Path) -> CreditRecord:
-  """Reads a record that `write_credit` wrote.
-
-  Raises:
-    UserError: the file is damaged, or another version wrote it.
-  """
+  """Reads a record that `write_credit` wrote."""
   try:
     return _read(file)
   except UserError:

@@ -56,7 +56,9 @@ def _draw_evaluations(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
   axis.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
   keys = {key for row in rows for key in row if key.startswith("eval/")}
   keys = {key for key in keys if key.startswith("eval/all/")} or keys  # of several sources
-  plotted = [key for key in sorted(keys, key=_eval_order) if not key.endswith(NOT_PLOTTED)]
+  kind = lambda key: key.rsplit("/", 1)[-1][:4]
+  order = lambda key: (0 if kind(key) == "mean" else 1 if kind(key) == "pass" else 2, key)
+  plotted = [key for key in sorted(keys, key=order) if not key.endswith(NOT_PLOTTED)]
   for key, (color, marker, line) in zip(plotted, EVAL_STYLES, strict=False):
     name = key.rsplit("/", 1)[-1]
     label = f"sampled pass@1 ({name})" if name.startswith("mean") else name
@@ -89,8 +91,3 @@ def _curve(axis: Any, rows: Sequence[Mapping[str, Any]], key: str, **style: Any)
   points = [(row["step"], row[key]) for row in rows if key in row]
   if points:
     axis.plot(*zip(*points, strict=True), **style)
-
-
-def _eval_order(key: str) -> tuple[int, str]:
-  name = key.rsplit("/", 1)[-1]
-  return (0 if name.startswith("mean") else 1 if name.startswith("pass") else 2, key)

@@ -195,7 +195,14 @@ class LivePanel:
 
   def start(self, name: str, total: int, done: int = 0) -> TaskID:
     """Shows the panel with one progress bar, and returns the bar."""
-    self._progress = _progress_bars(self._console)
+    self._progress = Progress(
+      TextColumn("{task.description}", markup=False),
+      BarColumn(max(min(BAR_WIDTH, self._console.width - BESIDE_BAR), 8)),
+      MofNCompleteColumn(),
+      TimeRemainingColumn(),
+      TextColumn("left"),
+      console=self._console,
+    )
     bar = self.add_bar(name, total, done)
     self._live = Live(
       console=self._console,
@@ -238,17 +245,6 @@ class LivePanel:
     if notice and current_phase():
       notice.append(Text(f"  waiting for: {current_phase()}", style="bold"))
     return Group(self._progress, *self._lines, *notice)
-
-
-def _progress_bars(console: Console) -> Progress:
-  return Progress(
-    TextColumn("{task.description}", markup=False),
-    BarColumn(max(min(BAR_WIDTH, console.width - BESIDE_BAR), 8)),
-    MofNCompleteColumn(),
-    TimeRemainingColumn(),
-    TextColumn("left"),
-    console=console,
-  )
 
 
 def _time_left(began: float, done: int, left: int) -> str:

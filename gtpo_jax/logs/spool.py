@@ -38,11 +38,7 @@ class Logs:
     self.folder = folder
 
   def flush(self) -> None:
-    """Returns when everything written so far is in the workdir.
-
-    Raises:
-      RunError: the object store does not accept it.
-    """
+    """Returns when everything written so far is in the workdir."""
 
 
 class Spool(Logs):
@@ -50,9 +46,6 @@ class Spool(Logs):
 
   Args:
     remote: the workdir. The logs that it has already are downloaded.
-
-  Raises:
-    RunError: the logs cannot be downloaded.
   """
 
   def __init__(self, remote: epath.Path):

@@ -77,11 +77,7 @@ class TaskTeacher:
 
 
 class TurnTeacher:
-  """The imperfect teacher of a task with several turns, whose environment answers these.
-
-  Raises:
-    UserError: the environment failed.
-  """
+  """The imperfect teacher of a task with several turns, whose environment answers these."""
 
   name = "an imperfect teacher"
 
@@ -107,11 +103,7 @@ class TurnTeacher:
 
 
 class OwnTeacher:
-  """Demonstrations of the user's own.
-
-  Raises:
-    UserError: more of them than data.bad_rows are too long for the config's limits.
-  """
+  """Demonstrations of the user's own."""
 
   def __init__(self, config: Config, worker: RolloutWorker, loaded: Loaded):
     source = config.warm_start.data
@@ -263,9 +255,6 @@ def check_prompts(config: Config, worker: RolloutWorker, teacher: Teacher | None
   """Checks, before anything is compiled, that a few hundred problems of each task fit the limits.
 
   Sources are not checked here: all their prompts are measured when they are read.
-
-  Raises:
-    UserError: a prompt exceeds data.max_prompt_tokens, or a demonstration sampling.max_tokens.
   """
   rng = np.random.default_rng(0)
   for task in {config.data.train_task, config.data.eval_task} - {None}:
@@ -280,11 +269,7 @@ def check_prompts(config: Config, worker: RolloutWorker, teacher: Teacher | None
 def demonstrations(
   config: Config, worker: RolloutWorker, teacher: Teacher, rng: np.random.Generator, count: int
 ) -> Demonstrations:
-  """Returns random demonstrations for `count` updates.
-
-  Raises:
-    UserError: a prompt exceeds data.max_prompt_tokens, or a completion sampling.max_tokens.
-  """
+  """Returns random demonstrations for `count` updates."""
   b = config.warm_start.batch
   t = config.sampling.max_tokens
   pairs = teacher.draw(rng, count * b)

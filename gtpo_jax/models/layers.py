@@ -158,7 +158,9 @@ def declare_matrix(
   if adapted and (rank := config.lora.rank):
     names["lora_a"] = (*axes[:split], "rank")
     a = (*shape[:split], rank)
-    init = _lora_a_init(shape[first:split])
+    # Uniform within +-1 / sqrt(fan in) as in PEFT; B is 0, so a new adapter adds 0.
+    bound = math.prod(shape[first:split]) ** -0.5
+    init = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
     of_a = roles._replace(parts=())
     values["lora_a"] = declare(module, "lora_a", init, a, names["lora_a"], jnp.float32, of_a)
     names["lora_b"] = (*axes[:first], "rank", *axes[split:])
@@ -216,15 +218,6 @@ class Dense(nn.Module):
     own_gradient = self.mesh.size == 1 or (on_cpu and x.dtype == jnp.bfloat16)
     multiply = _multiply_with_gradient if own_gradient else _multiply
     return multiply(x, kernel, axes, self.config.matmul_precision, on_cpu)
-
-
-def _lora_a_init(inputs: tuple[int, ...]) -> nn.initializers.Initializer:
-  """Returns the initializer of A, uniform within +-1 / sqrt(fan in) as in PEFT.
-
-  B is initialised to zero, so a new adapter adds zero.
-  """
-  bound = math.prod(inputs) ** -0.5
-  return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 def _multiply(

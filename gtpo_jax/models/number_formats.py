@@ -72,7 +72,14 @@ def compute_dtype_for(requested: str, device: Any, width: int) -> ComputeDtype:
     return ComputeDtype(requested, f"model.compute_dtype is {requested}")
   name = device.device_kind
   if device.platform == "cpu":
-    return _of_cpu(width)
+    units = cpu_bfloat16_units()
+    if not units:
+      return ComputeDtype("float32", "this CPU has no bfloat16 units")
+    if width < MIN_CPU_WIDTH:
+      return ComputeDtype(
+        "float32", f"on CPUs, models below width {MIN_CPU_WIDTH} gain little from bfloat16"
+      )
+    return ComputeDtype("bfloat16", f"this CPU has units for it ({units})")
   capability = compute_capability(device) or AMPERE
   if capability >= AMPERE:
     return ComputeDtype("bfloat16", f"{name} has units for it")
@@ -85,17 +92,6 @@ def usable_compute_dtype(recorded: str, device: Any) -> str:
   """Returns the format that a run recorded, or "auto" if this device cannot compute in it."""
   is_old_gpu = (compute_capability(device) or AMPERE) < AMPERE
   return AUTO if is_old_gpu and recorded == "bfloat16" else recorded
-
-
-def _of_cpu(width: int) -> ComputeDtype:
-  units = cpu_bfloat16_units()
-  if not units:
-    return ComputeDtype("float32", "this CPU has no bfloat16 units")
-  if width < MIN_CPU_WIDTH:
-    return ComputeDtype(
-      "float32", f"on CPUs, models below width {MIN_CPU_WIDTH} gain little from bfloat16"
-    )
-  return ComputeDtype("bfloat16", f"this CPU has units for it ({units})")
 
 
 # (x, y, preferred_element_type) -> their product

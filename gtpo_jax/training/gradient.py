@@ -95,9 +95,6 @@ def balance_of(model: Transformer, rollouts: Rollouts) -> Balance | None:
 
   The shares come from the recorded choices, so the loss is a sum over tokens, and micro-batches
   do not change it.
-
-  Raises:
-    ValueError: no choices were recorded.
   """
   c = model.config
   if not (c.router_balance and c.mixture):

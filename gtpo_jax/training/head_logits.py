@@ -141,7 +141,11 @@ def compare_with_teacher(
   total = lambda x: jax.lax.psum(x.sum(-1), VOCAB_AXES)
   overlap = total(jnp.minimum(p, q))  # of all ids, also where the divergence counts some as one
   if 0 < distillation.top_k < shared:
-    in_tail = ~_is_most_probable(teacher_logits, distillation.top_k)
+    # Logits are compared and not log-probs, which XLA may compute twice with different rounding.
+    k = distillation.top_k
+    of_shard, _ = jax.lax.top_k(teacher_logits, min(k, size))
+    of_all = all_gather_axis(of_shard, "vocab", of_shard.ndim - 1)
+    in_tail = ~(teacher_logits >= jax.lax.top_k(of_all, k)[0][..., -1:])
     log_q = _with_one_tail(log_p, log_q, in_tail)
     q = jnp.exp(log_q)
   if distillation.divergence == "forward_kl":
@@ -156,17 +160,6 @@ def compare_with_teacher(
   divergence = beta * total(q * (log_q - log_m)) + (1 - beta) * of_policy
   gradient = (1 - beta) * p * (log_p - log_m - of_policy[..., None])
   return Comparison(divergence, overlap), gradient
-
-
-def _is_most_probable(logits: jax.Array, k: int) -> jax.Array:
-  """Returns whether an id is one of the k most probable ones, or as probable as the k-th of them.
-
-  Takes f32[b, c, v / shards], with k less than v, and returns bool of that shape. Logits are
-  compared and not log-probs, which XLA may compute twice with different rounding.
-  """
-  of_shard, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
-  of_all = all_gather_axis(of_shard, "vocab", of_shard.ndim - 1)
-  return logits >= jax.lax.top_k(of_all, k)[0][..., -1:]
 
 
 def _with_one_tail(log_p: jax.Array, log_q: jax.Array, in_tail: jax.Array) -> jax.Array:
@@ -272,7 +265,7 @@ def default_chunk(mesh: Mesh, vocab_size: int) -> int:
     enough = COMPUTE_BOUND * chip.flops / chip.memory_bandwidth
   memory = chip.memory if chip else memory_of(device) or UNKNOWN_MEMORY
   fitting = memory / MEMORY_FRACTION / logits
-  return max(min(_power_of_two_from(enough), _power_of_two_to(fitting)), SHORTEST_CHUNK)
+  return max(min(2 ** math.ceil(math.log2(enough)), _power_of_two_to(fitting)), SHORTEST_CHUNK)
 
 
 def chunk_count(b: int, t: int, chunk: int) -> int:
@@ -298,10 +291,6 @@ def merge_positions(x: jax.Array, t: int) -> jax.Array:
   """Undoes `split_positions`, given the original t."""
   x = jnp.moveaxis(x, 0, 1)
   return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :t]
-
-
-def _power_of_two_from(least: float) -> int:
-  return 2 ** math.ceil(math.log2(least))
 
 
 def _power_of_two_to(most: float) -> int:

@@ -48,7 +48,9 @@ def make_imitation(
 
   settings = head_settings(model, 1.0, head_chunk)
   scale = loss_scale(model.config)
-  cross_entropy = scaled(_cross_entropy, scale)
+  cross_entropy = scaled(
+    lambda log_probs, entropy, weights: -masked_sum(weights * log_probs, weights > 0), scale
+  )
 
   def imitation_step(state: TrainState, batch: Demonstrations) -> tuple[TrainState, jax.Array]:
     trained, frozen = partition(model, state.params)
@@ -74,7 +76,3 @@ def make_imitation(
     out_shardings=(shardings, None),
     compiler_options=update_options(model.mesh.devices.flat),
   )
-
-
-def _cross_entropy(log_probs: jax.Array, entropy: jax.Array, weights: jax.Array) -> jax.Array:
-  return -masked_sum(weights * log_probs, weights > 0)

@@ -154,11 +154,7 @@ def merge_parts(x: jax.Array) -> jax.Array:
 
 
 def check_positions_divisible(max_tokens: int, model: Transformer) -> None:
-  """Checks that completion positions can be sharded over context and tensor.
-
-  Raises:
-    UserError: mesh.context is above 1 and `max_tokens` is not a multiple of context x tensor.
-  """
+  """Checks that completion positions can be sharded over context and tensor."""
   shards = axis_size(model.mesh, "sequence")
   if axis_size(model.mesh, "position") > 1 and max_tokens % shards:
     raise UserError(
@@ -175,9 +171,6 @@ def check_batch_divisible(name: str, size: int, parts: int, model: Transformer) 
     size: the batch size.
     parts: the number of parts.
     model: the model on its mesh.
-
-  Raises:
-    UserError: `size` is not a multiple of `parts` times the number of batch shards.
   """
   shards = batch_shards(model.mesh)
   if size % (parts * shards):

@@ -178,7 +178,9 @@ def adamw(
       eps,
       mu_dtype=momentum_dtype or None,
       weight_decay=weight_decay,
-      mask=_decayed,
+      mask=lambda params: jax.tree.map_with_path(
+        lambda path, _: is_decayed(tuple(key.key for key in path)), params
+      ),
     ),
   )
 
@@ -192,11 +194,6 @@ def clip_by_global_norm(grads: Params, max_norm: float) -> Params:
   norm = optax.global_norm(grads)
   factor = jnp.where(norm > max_norm, max_norm / norm, 1)
   return jax.tree.map(lambda x: x * factor.astype(x.dtype), grads)
-
-
-def _decayed(params: Params) -> Any:
-  """Returns a pytree of bools, True for the parameters that are declared with weight decay."""
-  return jax.tree.map_with_path(lambda path, _: is_decayed(tuple(key.key for key in path)), params)
 
 
 def init_state(params: Params, optimizer: Optimizer, model: Transformer) -> TrainState:

@@ -62,12 +62,7 @@ class CompiledProgram(NamedTuple):
 
 
 def build_model(config: Config, devices: list[Any]) -> Transformer:
-  """Returns the run's model on a mesh of these devices.
-
-  Raises:
-    UserError: the mesh does not fit the devices, batch or positions cannot be sharded over it, or
-      the devices have no host memory for offloaded moments.
-  """
+  """Returns the run's model on a mesh of these devices."""
   config = with_choices(config, devices)
   if config.optimizer.offload and not devices[0].addressable_memories():
     raise UserError(

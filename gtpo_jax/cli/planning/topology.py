@@ -77,13 +77,16 @@ def topology_devices(topology: str) -> tuple[list[Any], Chip]:
       installed); a GPU and the number of GPUs in one node, such as "h100:8", or the numbers of
       nodes and GPUs, such as "h100:4x8" (JAX's CUDA plugin must be installed); or "cpu:8" for the
       virtual devices of this process. Only the memory of a CPU is known.
-
-  Raises:
-    UserError: the topology does not exist, or its compiler is not installed.
   """
   kind, _, shape = topology.partition(":")
   if kind == "cpu":
-    return _cpu_devices(topology, shape)
+    devices = jax.devices("cpu")
+    if shape != str(len(devices)):
+      raise UserError(
+        f"topology {topology!r}: this process has {len(devices)} CPU device(s); set "
+        f"JAX_NUM_CPU_DEVICES={shape or 1}"
+      )
+    return devices, Chip(host_memory() // len(devices))
   if kind not in CHIPS:
     raise UserError(
       f"unknown topology {topology!r}{did_you_mean(kind, [*CHIPS, 'cpu'])}; give one of "
@@ -177,13 +180,3 @@ def _gpu_devices(topology: str, sizes: list[int], chip: Chip, gpu: Gpu) -> list[
       f"installed ({install_command('plan-gpu')})?"
     ) from error
   return list(description.devices)
-
-
-def _cpu_devices(topology: str, count: str) -> tuple[list[Any], Chip]:
-  devices = jax.devices("cpu")
-  if count != str(len(devices)):
-    raise UserError(
-      f"topology {topology!r}: this process has {len(devices)} CPU device(s); set "
-      f"JAX_NUM_CPU_DEVICES={count or 1}"
-    )
-  return devices, Chip(host_memory() // len(devices))

@@ -36,7 +36,11 @@ def verdict(group: RunGroup) -> str:
   if f"{before:.1%}" == f"{after:.1%}":
     change = f"stayed at {after:.1%}"
   at = steps if evaluated[-1] == last else f"{evaluated[-1]} of {planned} steps"
-  certainty = _certainty(intervals[0, [0, -1]]) if len(group.runs) == 1 else ""
+  certainty = ""
+  if len(group.runs) == 1 and not np.isnan(intervals[0, [0, -1]]).any():
+    (low, high), (later_low, later_high) = intervals[0, [0, -1]]
+    apart = later_low > high or later_high < low
+    certainty = f"; the 95 % intervals {'do not overlap' if apart else 'overlap'}"
   return f"Held-out accuracy {change} in {at}{seeds}{certainty}."
 
 
@@ -74,15 +78,6 @@ def against(first: RunGroup, group: RunGroup) -> str:
     low, high = mean - half, mean + half
     certainty = f"{len(points)} pairs of seeds, 95 % interval {low:+.1f} to {high:+.1f}"
   return f" Against {first.label}: {mean:+.1f} points at step {common[-1]} ({certainty})."
-
-
-def _certainty(ends: np.ndarray) -> str:
-  """Returns whether two 95 % intervals, f64[2, 2], are apart; "" if one is missing."""
-  if np.isnan(ends).any():
-    return ""
-  (low, high), (later_low, later_high) = ends
-  apart = later_low > high or later_high < low
-  return f"; the 95 % intervals {'do not overlap' if apart else 'overlap'}"
 
 
 def _training_verdict(group: RunGroup, steps: str) -> str:

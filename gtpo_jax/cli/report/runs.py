@@ -101,11 +101,7 @@ class RunGroup:
 
 
 def read_run(workdir: Path) -> RunLogs:
-  """Reads a workdir.
-
-  Raises:
-    UserError: the folder has no run, no completed step, or a run of another version.
-  """
+  """Reads a workdir."""
   if not workdir.is_dir():
     raise UserError(f"no folder at {str(workdir)!r}; --workdir is the folder of a `gtpo train`")
   config = _read_config(workdir)
@@ -135,11 +131,7 @@ def read_run(workdir: Path) -> RunLogs:
 
 
 def group_runs(runs: Sequence[RunLogs]) -> list[RunGroup]:
-  """Groups runs that differ only in seed, and labels each group by the fields that differ.
-
-  Raises:
-    UserError: a run is listed twice, or there are more groups than colors.
-  """
+  """Groups runs that differ only in seed, and labels each group by the fields that differ."""
   resolved = (run.workdir if is_remote(run.workdir) else run.workdir.resolve() for run in runs)
   paths = [str(path) for path in resolved]
   for path in paths:

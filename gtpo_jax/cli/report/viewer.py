@@ -81,9 +81,6 @@ def viewer_data(
   Returns:
     The data that the page reads when it loads, and a packed text per group shown, which the page
     unpacks when the user selects the group.
-
-  Raises:
-    UserError: a record is damaged, or another version wrote it.
   """
   files = credit_files(workdir)
   run_schemes = schemes(algorithm)

@@ -104,9 +104,6 @@ def attend_causally(
 
   Returns:
     [n, g, h, s, e], split like `q`.
-
-  Raises:
-    UserError: the number of query heads is not a multiple of the tensor axis.
   """
   n, _, h, s, _ = q.shape
   kv_heads = context.own.v.shape[2]

@@ -86,9 +86,21 @@ def attend_with_splash(
     every = np.arange(s, dtype=np.int32)[None] if query_shard is None else query_shard.positions
     padded = np.pad(every, [(0, 0), (0, sizes[0] - s)], mode="edge")  # so that each sees a key
     mask.q_sequence = padded.reshape(-1)
+  block_q, block_kv = blocks
+  fused = sizes[1] <= FUSED_BLOCKS * block_kv
   kernel = splash_attention.make_splash_mqa(
     splash_attention.MultiHeadMask([mask] * (h // kv_heads)),
-    block_sizes=_block_sizes(*blocks, fused=sizes[1] <= FUSED_BLOCKS * blocks[1]),
+    block_sizes=splash_attention.BlockSizes(
+      block_q=block_q,
+      block_kv=block_kv,
+      block_kv_compute=block_kv,
+      block_q_dkv=block_q,
+      block_kv_dkv=block_kv,
+      block_kv_dkv_compute=block_kv,
+      block_q_dq=None if fused else block_q,
+      block_kv_dq=None if fused else block_kv,
+      use_fused_bwd_kernel=fused,
+    ),
     residual_checkpoint_name=ATTENTION_RESIDUALS,
     interpret=interpret,
     head_shards=1,
@@ -123,20 +135,6 @@ def _kernel_of_shard(kernel: Callable, index: jax.Array, shards: int) -> Callabl
     return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis)
 
   return jax.tree.map(cut, kernel)
-
-
-def _block_sizes(q: int, kv: int, fused: bool) -> splash_attention.BlockSizes:
-  return splash_attention.BlockSizes(
-    block_q=q,
-    block_kv=kv,
-    block_kv_compute=kv,
-    block_q_dkv=q,
-    block_kv_dkv=kv,
-    block_kv_dkv_compute=kv,
-    block_q_dq=None if fused else q,
-    block_kv_dq=None if fused else kv,
-    use_fused_bwd_kernel=fused,
-  )
 
 
 # Rows are padded to a multiple of this many positions. The kernel refuses odd lengths in training,

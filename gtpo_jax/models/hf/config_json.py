@@ -110,9 +110,6 @@ def describe_unused_keys(folder: Path) -> str:
   """Returns one line about the keys of config.json that are not used, or the empty string.
 
   Keys that have no effect on a model of this family do not count.
-
-  Raises:
-    UserError: the model is not supported.
   """
   path = str(folder / "config.json")
   names = unused_keys(*_text_values(read_json(folder, "config.json"), path))
@@ -418,9 +415,6 @@ def source_defaults(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
   """Returns what an export keeps of config.json and of generation_config.json of its source.
 
   These are the beginning-of-text id and the sampling defaults. Training depends on neither.
-
-  Raises:
-    UserError: a file is not valid JSON or leads out of the folder.
   """
   config = read_json(folder, "config.json")
   generation = {}

@@ -50,7 +50,14 @@ def find(name: str) -> Path:
     UserError: there is no such folder, and no such model in the cache or on the hub.
   """
   if is_remote(name) and scheme(name) in PACKAGES:
-    return _from_object_store(name)
+    folder = storage_path(name)
+    with storage_errors(f"cannot read {name!r}", UserError):
+      if not (folder / "config.json").exists():
+        raise UserError(
+          f"no model and no run at {name!r}: there is no config.json; name the workdir of a run or "
+          "a model folder"
+        )
+    return folder
   folder = Path(name)
   is_folder = False
   try:
@@ -77,17 +84,6 @@ def _checked(folder: Path, name: str) -> Path:
       "peft: AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload()"
       ".save_pretrained(FOLDER), and save the tokenizer there too"
     )
-  return folder
-
-
-def _from_object_store(name: str) -> epath.Path:
-  folder = storage_path(name)
-  with storage_errors(f"cannot read {name!r}", UserError):
-    if not (folder / "config.json").exists():
-      raise UserError(
-        f"no model and no run at {name!r}: there is no config.json; name the workdir of a run or a "
-        "model folder"
-      )
   return folder
 
 
@@ -172,7 +168,9 @@ def atomic_folder(folder: epath.Path) -> Iterator[epath.Path | None]:
   try:
     yield out
     if out is not None:
-      _write_manifest(out)
+      # In the format that `sha256sum -c` reads.
+      lines = [f"{_sha256(out / name)}  {name}\n" for name in sorted(list_files(out))]
+      (out / MANIFEST).write_text("".join(lines))
       if not is_remote(out):
         os.replace(out, folder)  # epath refuses an empty folder
     finished = True
@@ -191,7 +189,13 @@ def atomic_folder(folder: epath.Path) -> Iterator[epath.Path | None]:
 def _make_temporary(folder: epath.Path) -> epath.Path:
   """Creates the temporary folder beside `folder`, and deletes what killed processes left."""
   if is_remote(folder):
-    return _check_empty(folder)
+    with storage_errors(f"cannot write {str(folder)!r}", UserError):
+      if folder.exists():
+        complete = (folder / MANIFEST).exists()
+        state = "not empty" if complete else f"not empty, and incomplete: it has no {MANIFEST}"
+        raise UserError(f"{str(folder)!r} is {state}; remove it, or name a new folder")
+      check_object_writable(folder / MANIFEST)
+    return folder
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"{str(folder)!r} is not empty; name a new folder")
   try:
@@ -203,23 +207,6 @@ def _make_temporary(folder: epath.Path) -> epath.Path:
   except OSError as error:
     raise UserError(f"cannot write {str(folder)!r}: {error.strerror}") from error
   return out
-
-
-def _check_empty(folder: epath.Path) -> epath.Path:
-  """Returns a folder of an object store. Raises UserError if it has any object."""
-  with storage_errors(f"cannot write {str(folder)!r}", UserError):
-    if folder.exists():
-      complete = (folder / MANIFEST).exists()
-      state = "not empty" if complete else f"not empty, and incomplete: it has no {MANIFEST}"
-      raise UserError(f"{str(folder)!r} is {state}; remove it, or name a new folder")
-    check_object_writable(folder / MANIFEST)
-  return folder
-
-
-def _write_manifest(folder: epath.Path) -> None:
-  """Writes the checksums of all files, in the format that `sha256sum -c` reads."""
-  lines = [f"{_sha256(folder / name)}  {name}\n" for name in sorted(list_files(folder))]
-  (folder / MANIFEST).write_text("".join(lines))
 
 
 def _sha256(file: epath.Path) -> str:

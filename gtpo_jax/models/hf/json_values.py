@@ -43,9 +43,6 @@ def size(values: dict[str, Any], key: str, path: str, default: int | None = None
     key: a key of `LARGEST_SIZES`.
     path: the file, for the message of an error.
     default: the size that an absent key has; None if there must be one.
-
-  Raises:
-    UserError: it is not an integer from 1 to the largest size.
   """
   value = values.get(key)
   if value is None and default is not None:
@@ -60,11 +57,7 @@ def size(values: dict[str, Any], key: str, path: str, default: int | None = None
 
 
 def number(values: dict[str, Any], key: str, path: str, bound: Bound = ABOVE_0) -> float:
-  """Returns the number `values[key]`.
-
-  Raises:
-    UserError: it is not a number, or not within its bound in float32.
-  """
+  """Returns the number `values[key]`."""
   value = values.get(key)
   if not isinstance(value, int | float) or isinstance(value, bool):
     raise UserError(f"{path!r} has {key} = {shown(value)}; it must be a number")

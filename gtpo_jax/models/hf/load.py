@@ -87,7 +87,10 @@ def read_params(model: Transformer, folder: Path) -> Params:
   replace = None
   params = {}
   names = []
-  for path, x in read_hf(without_lora(model), _text_tensors(folder)):
+  tensors = stored_tensors(folder)
+  parts = parts_of(read_json(folder, "config.json"), tensors)
+  of_text = {name: tensors[stored] for name, stored in parts.text.items()}
+  for path, x in read_hf(without_lora(model), of_text):
     replace = replace or _quantizer(model)  # only now, since the sizes in config.json are right
     if not bool(finite(x)):
       names.append("/".join(path))
@@ -97,13 +100,6 @@ def read_params(model: Transformer, folder: Path) -> Params:
       f"the weights in {str(folder)!r} contain NaN or infinity, in {', '.join(sorted(names)[:8])}"
     )
   return unflatten_dict(params)
-
-
-def _text_tensors(folder: Path) -> dict[str, StoredTensor]:
-  """Returns the tensors of the text model, by their names in a folder of text only."""
-  tensors = stored_tensors(folder)
-  parts = parts_of(read_json(folder, "config.json"), tensors)
-  return {name: tensors[stored] for name, stored in parts.text.items()}
 
 
 @functools.cache
@@ -176,11 +172,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-  """Returns every tensor of a folder by name. Checks headers and index but reads no data.
-
-  Raises:
-    UserError: a file is damaged, the index is wrong, or a dtype is not supported.
-  """
+  """Returns every tensor of a folder by name. Checks headers and index but reads no data."""
   tensors: dict[str, StoredTensor] = {}
   for file, indexed in _files(folder):
     header = _header(file)
@@ -259,11 +251,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]]:
-  """Returns the entries of a safetensors file by tensor name, with offsets from the file's start.
-
-  Raises:
-    UserError: the file is not valid safetensors, or a name appears twice.
-  """
+  """Returns the entries of a safetensors file by tensor name, with offsets from the file's start."""
   try:
     if not is_remote(file):
       with safetensors.safe_open(file, framework="numpy"):
@@ -289,11 +277,7 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_offsets(entries: list[tuple[str, list]], size: int) -> None:
-  """Checks what the library checks in a file that it opens itself.
-
-  Raises:
-    ValueError: the tensors do not fill the `size` bytes of data, each once.
-  """
+  """Checks what the library checks in a file that it opens itself."""
   end = 0
   tensors = [dict(entry) for name, entry in entries if name != "__metadata__"]
   for entry in sorted(tensors, key=lambda entry: entry["data_offsets"]):

@@ -332,22 +332,18 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, out: epath.Path) -> None:
   tokenizers, which Llama 3 has, a name that Transformers 4 does not know.
   """
   with tempfile.TemporaryDirectory(prefix="gtpo_") as folder:
-    _save_locally(tokenizer, Path(folder))
+    tokenizer.save_pretrained(folder)
+    file = Path(folder) / CONFIG
+    values = json.loads(file.read_text(encoding="utf-8"))
+    for name in LOADING_ARGUMENTS:
+      values.pop(name, None)
+    if values.get("tokenizer_class") == NEW_CLASS:
+      values["tokenizer_class"] = CLASS_OF_BOTH
+    if isinstance(values.get("extra_special_tokens"), list):
+      values["additional_special_tokens"] = values.pop("extra_special_tokens")
+    text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")
     for name in list_files(epath.Path(folder)):
       if not is_remote(out):
         (out / name).parent.mkdir(exist_ok=True)
       (out / name).write_bytes((Path(folder) / name).read_bytes())
-
-
-def _save_locally(tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
-  tokenizer.save_pretrained(out)
-  file = out / CONFIG
-  values = json.loads(file.read_text(encoding="utf-8"))
-  for name in LOADING_ARGUMENTS:
-    values.pop(name, None)
-  if values.get("tokenizer_class") == NEW_CLASS:
-    values["tokenizer_class"] = CLASS_OF_BOTH
-  if isinstance(values.get("extra_special_tokens"), list):
-    values["additional_special_tokens"] = values.pop("extra_special_tokens")
-  text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False)
-  file.write_text(text + "\n", encoding="utf-8")
