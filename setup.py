@@ -33,7 +33,7 @@ setup(
   python_requires=">=3.11",
   packages=find_packages(include=["gtpo_jax", "gtpo_jax.*"]),
   package_dir={"": "."},  # makes an editable install a plain path
-  package_data={"gtpo_jax.data": ["tokenizer/*.json"], "gtpo_jax.report": ["page/*"]},
+  package_data={"gtpo_jax.data": ["tokenizer/*.json"], "gtpo_jax.cli.report": ["page/*"]},
   cmdclass={"build_py": BuildWithConfigs},
   entry_points={"console_scripts": ["gtpo = gtpo_jax.cli:main"]},
   install_requires=[

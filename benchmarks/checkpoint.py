@@ -32,10 +32,10 @@ from measuring import store
 
 from gtpo_jax import config as configs
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
+from gtpo_jax.cli.planning.run_programs import build_model
 from gtpo_jax.config.updates import run_optimizer
 from gtpo_jax.models import init_params
-from gtpo_jax.planning.run_programs import build_model
-from gtpo_jax.storage.paths import list_files, storage_path
+from gtpo_jax.runtime.paths import list_files, storage_path
 from gtpo_jax.training.state import TrainState, init_state
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"

@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.train_tokenizer import train
 from gtpo_jax.models import ModelConfig, Transformer, init_params, load, save
-from gtpo_jax.models.attention.rope_scaling import Llama3Scaling, Yarn
+from gtpo_jax.models.attention.rope import Llama3Scaling, Yarn
 from gtpo_jax.models.params import Params
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine

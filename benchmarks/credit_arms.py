@@ -22,6 +22,7 @@ from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.truth import batch_truth, decides
+from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
@@ -29,7 +30,6 @@ from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.warm_start import base_model
 
 # All arms sample the same way, normalise over the group and average over tokens.
 EQUAL = {"loss_aggregation": "token", "dynamic_sampling": False}

@@ -26,9 +26,9 @@ from gtpo_jax.runtime.startup import prepare_jax
 
 prepare_jax()  # before JAX is imported
 
+from gtpo_jax.cli.planning.run_programs import RunPrograms, build_model
+from gtpo_jax.cli.planning.topology import topology_devices, without_compile_cache
 from gtpo_jax.config import default_config, freeze
-from gtpo_jax.planning.run_programs import RunPrograms, build_model
-from gtpo_jax.planning.topology import topology_devices, without_compile_cache
 
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")

@@ -39,7 +39,7 @@ from gtpo_jax.runtime.resource_limits import return_freed_memory
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import SamplingParams
-from gtpo_jax.training.head_chunk import default_chunk
+from gtpo_jax.training.head_logits import default_chunk
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 

@@ -1,4 +1,4 @@
-"""The arrays passed between the parts of the package: frozen pytrees, and the masking helpers.
+"""The arrays passed between the parts of the package, masked reductions, and random keys.
 
 The shapes in comments and docstrings use these letters for dimensions:
 
@@ -19,6 +19,7 @@ In `sampling`, s, m and w have other meanings; see `sampling.cache`.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 
@@ -352,3 +353,20 @@ def masked_mean(
 def mean_or_nan(x: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns the mean of `x` where `mask` is True, f32[]; NaN if it is False everywhere."""
   return jnp.where(mask.any(), masked_mean(x, mask), jnp.nan)
+
+
+class KeyStream(enum.IntEnum):
+  """The uses of random keys; none shares a random stream with another.
+
+  The numbers are part of a run's reproducibility and never change.
+  """
+
+  INIT = 0
+  SAMPLE = 1
+  EVALUATE = 2
+  GUIDE = 3
+
+
+def key_for(seed: int, stream: KeyStream, step: int = 0) -> jax.Array:
+  """Returns the typed PRNG key of one use at one step (or generation batch)."""
+  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)

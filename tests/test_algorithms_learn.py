@@ -17,8 +17,8 @@ from gtpo_jax.config.sections import AlgorithmSection
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
+from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.warm_start import base_model
 
 pytestmark = pytest.mark.manual
 

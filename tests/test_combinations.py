@@ -10,7 +10,7 @@ import pytest
 from toys import nested
 
 from gtpo_jax.algorithms import OBJECTIVES, RECIPES
-from gtpo_jax.algorithms.objectives.ratios import RATIOS
+from gtpo_jax.algorithms.ratios import RATIOS
 from gtpo_jax.config import freeze
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train

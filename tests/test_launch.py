@@ -156,7 +156,7 @@ def test_gke_sets_flags_that_libtpu_knows():
   (variable,) = pod["containers"][0]["env"]
   assert variable["name"] == "LIBTPU_INIT_ARGS"
   compile_for_tpu = (
-    "from gtpo_jax.planning.topology import topology_devices; topology_devices('v5e:2x2')"
+    "from gtpo_jax.cli.planning.topology import topology_devices; topology_devices('v5e:2x2')"
   )
   assert accepts({"LIBTPU_INIT_ARGS": variable["value"]}, compile_for_tpu)
   assert not accepts({"LIBTPU_INIT_ARGS": variable["value"] + "x"}, compile_for_tpu)

@@ -15,13 +15,13 @@ from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.integrity import check_integrity
 from gtpo_jax.checkpoint.opening import run_params
 from gtpo_jax.checkpoint.workdir import load_config
+from gtpo_jax.cli.report.runs import read_run
 from gtpo_jax.config import difference
 from gtpo_jax.logs import display
 from gtpo_jax.logs.credit import credit_files, read_credit
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
-from gtpo_jax.report.runs import read_run
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import RunError

@@ -1,8 +1,7 @@
 """The algorithms, as pure functions of arrays that know no model, config or logger."""
 
 from gtpo_jax.algorithms.advantages import Distillation
-from gtpo_jax.algorithms.algorithm import Algorithm
-from gtpo_jax.algorithms.factory import make
+from gtpo_jax.algorithms.algorithm import Algorithm, make
 from gtpo_jax.algorithms.objectives import OBJECTIVES
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe, Settings, declarations
 from gtpo_jax.algorithms.relative_entropy import relative_entropy

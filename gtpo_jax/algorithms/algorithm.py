@@ -1,31 +1,38 @@
-"""`Algorithm`, a recipe under its name: advantages, token weights and loss."""
+"""`make` and `Algorithm`, a recipe under its name: advantages, token weights and loss."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from gtpo_jax.algorithms.advantages import Distillation
 from gtpo_jax.algorithms.loss import objective_inputs, token_objectives
-from gtpo_jax.algorithms.objectives.ratios import k3
-from gtpo_jax.algorithms.recipes import Recipe, Settings
+from gtpo_jax.algorithms.objectives import CHOICE
+from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS, k3
+from gtpo_jax.algorithms.recipes import RECIPES, Recipe, Settings
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units, completion_entropy
 from gtpo_jax.algorithms.selection import all_wrong, top_share
 from gtpo_jax.algorithms.shaping import GtpoShaping, TokenShaping
 from gtpo_jax.arrays import Signals, mean_or_nan
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 
-def takes_signals(method: Callable[..., Any]) -> Callable[..., Any]:
+def takes_fields(method: Callable[..., Any]) -> Callable[..., Any]:
   """Lets a method of `Signals` take their fields as keyword arguments too."""
+  own = inspect.signature(method).parameters
 
   @functools.wraps(method)
-  def call(self: Algorithm, signals: Signals | None = None, **fields: Any) -> Any:
-    return method(self, Signals(**fields) if signals is None else signals)
+  def call(self: Algorithm, signals: Signals | None = None, **named: Any) -> Any:
+    if signals is None:
+      signals = Signals(**{name: x for name, x in named.items() if name not in own})
+      named = {name: x for name, x in named.items() if name in own}
+    return method(self, signals, **named)
 
   return call
 
@@ -35,8 +42,8 @@ class Algorithm:
   """Computes advantages, token weights and the loss of a batch.
 
   It is frozen and hashable, and can be a static argument of jitted functions. Its methods take a
-  batch as `Signals`, or the fields of these as keyword arguments. In the loss, the log-probs and
-  entropies of the policy being trained come beside them.
+  batch as `Signals`, or its fields as keyword arguments. In the loss, the log-probs and entropies
+  of the policy being trained come beside it.
 
   Attributes:
     name: the name of its row in `RECIPES`.
@@ -54,7 +61,7 @@ class Algorithm:
     """
     return Settings(**self.recipe.settings)
 
-  @takes_signals
+  @takes_fields
   def advantages(self, signals: Signals) -> jax.Array:
     """Returns the advantage of every token, under `stop_gradient`, in float32.
 
@@ -85,7 +92,7 @@ class Algorithm:
       advantages -= self.teacher_weights(x) * gap
     return jax.lax.stop_gradient(advantages)
 
-  @takes_signals
+  @takes_fields
   def teacher_weights(self, signals: Signals) -> jax.Array:
     """Returns the weight of each token's divergence from the teacher, f32[n, g, t], a constant.
 
@@ -100,7 +107,7 @@ class Algorithm:
       shares = shaping.shares(_units(self, signals, per_completion=False))
     return jax.lax.stop_gradient(distillation.weights(mask, shares))
 
-  @takes_signals
+  @takes_fields
   def shaped(self, signals: Signals) -> tuple[ShapedRewards, Units]:
     """Returns the shaped reward of each unit of credit, and the units (the inputs of shaping).
 
@@ -109,7 +116,7 @@ class Algorithm:
     units = _units(self, signals)
     return self.recipe.shaping(units)[0], units
 
-  @takes_signals
+  @takes_fields
   def credit_metrics(self, signals: Signals) -> dict[str, jax.Array]:
     """Returns the diagnostics of entropy shaping, f32[] each; {} for recipes without it.
 
@@ -117,19 +124,19 @@ class Algorithm:
     """
     return self.recipe.shaping(_units(self, signals))[1]
 
-  @takes_signals
+  @takes_fields
   def loss_mask(self, signals: Signals) -> jax.Array:
     """Returns the tokens that enter the loss, bool[n, g, t].
 
     Args:
       signals: `entropy`, `mask` and `correct` are needed.
     """
-    x = signals
-    x.need("entropy", "correct")
-    _check_guided(self, x.guided)
-    mask = self.recipe.selection.with_contrast(x.mask, x.correct, x.guided)
-    share = self.recipe.selection.forking_share
-    return top_share(x.entropy, mask, share) if share else mask
+    signals.need("entropy", "correct")
+    _check_guided(self, signals.guided)
+    selection = self.recipe.selection
+    mask = selection.with_contrast(signals.mask, signals.correct, signals.guided)
+    share = selection.forking_share
+    return top_share(signals.entropy, mask, share) if share else mask
 
   def token_weights(
     self, mask: jax.Array, correct: jax.Array | None = None, guided: jax.Array | None = None
@@ -153,13 +160,9 @@ class Algorithm:
     rescued = all_wrong(correct, mask.any(-1), guided)[:, None, None]
     return aggregate(mask & ~rescued) + self.recipe.guide.lambda_zero * aggregate(mask & rescued)
 
+  @takes_fields
   def select(
-    self,
-    signals: Signals | None = None,
-    *,
-    log_probs: jax.Array,
-    key: jax.Array | None = None,
-    **fields: jax.Array | None,
+    self, signals: Signals, *, log_probs: jax.Array, key: jax.Array | None = None
   ) -> jax.Array:
     """Returns the tokens that the objective treats differently, bool[n, g, t]. Not differentiable.
 
@@ -170,27 +173,21 @@ class Algorithm:
       signals: `log_probs_old`, `advantages` and `mask` are needed, with `stare` also `entropy`.
       log_probs: f32[n, g, t], nats, of the policy being trained.
       key: PRNG key; needed with `clip_cov` and `kl_cov`.
-      fields: those of `signals`, if these are not given.
 
     Raises:
       UserError: an array that the objective needs is missing.
     """
-    x = Signals(**fields) if signals is None else signals
-    x.need("log_probs_old", "advantages")
+    signals.need("log_probs_old", "advantages")
     objective = self.recipe.objective
-    given = {"entropy": x.entropy, "key": key}
+    given = {"entropy": signals.entropy, "key": key}
     for name in objective.select_needs:
       _check_present(self, name, given[name])
-    inputs = objective_inputs(objective, log_probs, x)
+    inputs = objective_inputs(objective, log_probs, signals)
     return objective.select(jax.lax.stop_gradient(inputs), key)
 
+  @takes_fields
   def loss(
-    self,
-    signals: Signals | None = None,
-    *,
-    log_probs: jax.Array,
-    entropy: jax.Array | None = None,
-    **fields: jax.Array | None,
+    self, signals: Signals, *, log_probs: jax.Array, entropy: jax.Array | None = None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss f32[], and its metrics, f32[] each.
 
@@ -200,17 +197,15 @@ class Algorithm:
       signals: `log_probs_old`, `advantages` and `mask` are needed.
       log_probs: f32[n, g, t], nats, of the policy being trained.
       entropy: f32[n, g, t], nats, of the policy being trained; needed with an entropy bonus.
-      fields: those of `signals`, if these are not given.
 
     Raises:
       UserError: an array that the settings need is missing, or `guided` is given and the recipe has
         no guide.
     """
-    x = Signals(**fields) if signals is None else signals
-    x.need("log_probs_old", "advantages")
-    _check_loss_signals(self, x, entropy)
+    signals.need("log_probs_old", "advantages")
+    _check_loss_signals(self, signals, entropy)
     recipe = self.recipe
-    x = jax.lax.stop_gradient(x)
+    x = jax.lax.stop_gradient(signals)
     mask, weights = x.mask, x.weights
     if weights is None:
       mask = mask & (x.advantages != 0) if recipe.selection.forking_share else mask
@@ -321,3 +316,92 @@ def _check_present(algorithm: Algorithm, name: str, array: jax.Array | None) -> 
 def _check_needed(setting: str, value: float, name: str, array: jax.Array | None) -> None:
   if value and array is None:
     raise UserError(f"algorithm.{setting} = {value} needs {name}; pass it, or set {setting} = 0")
+
+
+def make(name: str, distillation: Distillation | None = None, **overrides: Any) -> Algorithm:
+  """Returns the algorithm `name` with its published settings, changed by `overrides`.
+
+  If `objective` is overridden, the settings of the recipe's own objective are replaced by those
+  published for the new one. `distillation` adds a teacher's divergence to the advantages; None for
+  what the algorithm itself has, which is nothing except with "opd".
+
+  Raises:
+    UserError (a ValueError): the name or a setting is unknown (the message suggests the nearest
+      valid one), a value is out of bounds, or the combination has no meaning.
+  """
+  if name not in RECIPES:
+    raise UserError(
+      f"unknown algorithm {name!r}{did_you_mean(str(name), RECIPES)}; "
+      f"valid are {', '.join(RECIPES)}"
+    )
+  recipe = RECIPES[name]
+  objective = overrides.get("objective", recipe.objective.name)
+  bound = CHOICE.metadata["bound"]
+  if not bound.accepts(objective):
+    raise UserError(f"algorithm.objective must be {bound.description}, got {objective!r}")
+  recipe = recipe.with_objective(objective)
+  _check_overrides(name, recipe, overrides)
+  recipe = recipe.with_settings(overrides)
+  if distillation:
+    recipe = dataclasses.replace(recipe, distillation=distillation)
+  _check_combination(name, recipe)
+  return Algorithm(name, recipe)
+
+
+def _check_overrides(name: str, recipe: Recipe, overrides: Mapping[str, Any]) -> None:
+  """Rejects settings that the algorithm does not read, and None."""
+  published = recipe.settings
+  for key, value in overrides.items():
+    if key not in published:
+      own = RECIPES[name].objective.name
+      objective = recipe.objective.name
+      with_objective = "" if objective == own else f" with objective = {objective!r}"
+      raise UserError(
+        f"algorithm {name!r}{with_objective} has no setting {key!r}{did_you_mean(key, published)}; "
+        f"it reads {', '.join(published)}"
+      )
+    if value is None:
+      raise UserError(
+        f"algorithm.{key} must not be None; omit it to use the published value {published[key]!r}"
+      )
+
+
+def _check_combination(name: str, recipe: Recipe) -> None:
+  """Rejects combinations of credit, ratio and objective that have no meaning."""
+  objective = recipe.objective
+  taught = bool(recipe.distillation and recipe.distillation.sampled)
+  source = "a teacher" if taught else repr(name)
+  if objective.ratio in SEQUENCE_RATIOS and recipe.per_token_credit:
+    raise UserError(
+      f"algorithm.ratio = {objective.ratio!r} is the ratio of a completion, but {source} gives "
+      "each token its own advantage; use 'token' or 'gspo_token'"
+    )
+  if objective.per_completion and recipe.per_token_credit:
+    advice = "objective = 'clip'" if taught else "an algorithm such as 'grpo' or 'grpo_s'"
+    raise UserError(
+      f"algorithm.objective = {objective.name!r} needs one advantage per completion, but "
+      f"{source} gives each token its own; use {advice}"
+    )
+  if getattr(recipe.shaping, "compare", "") == "state" and not recipe.turns:
+    raise UserError(
+      "algorithm.compare = 'state' needs turns that are compared; set turn_credit = 'state', "
+      "perhaps with step_weight = 0"
+    )
+  if objective.ratios and objective.ratio not in objective.ratios:
+    raise UserError(
+      f"algorithm.objective = {objective.name!r} needs ratio = "
+      f"{' or '.join(map(repr, objective.ratios))}, got {objective.ratio!r}"
+    )
+  if recipe.matches_distributions and (recipe.selects or not recipe.per_token):
+    raise UserError(
+      f"distill.divergence = {recipe.distillation.divergence!r} needs ratio = 'token' and an "
+      f"objective without a selection, got ratio = {recipe.settings.get('ratio')!r}, objective = "
+      f"{objective.name!r}; change them, or set distill.divergence = 'sampled'"
+    )
+  has_guide = bool(recipe.guide.guide_completions)
+  if has_guide and (recipe.selects or objective.ratio != "token" or not objective.ratios):
+    raise UserError(
+      f"algorithm {name!r} needs ratio = 'token' and an objective without a selection, because its "
+      "guide's tokens have an objective of their own; got ratio = "
+      f"{recipe.settings.get('ratio')!r}, objective = {objective.name!r}"
+    )

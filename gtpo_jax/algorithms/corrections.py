@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.objectives.ratios import bounded_exp, geometric_sequence_ratio, token_ratio
+from gtpo_jax.algorithms.ratios import bounded_exp, geometric_sequence_ratio, token_ratio
 from gtpo_jax.arrays import masked_sum
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import AT_LEAST_0, Checked, one_of, setting

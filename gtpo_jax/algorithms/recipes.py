@@ -41,7 +41,7 @@ from gtpo_jax.algorithms.objectives import (
   Sapo,
   Stare,
 )
-from gtpo_jax.algorithms.objectives.ratios import RATIOS
+from gtpo_jax.algorithms.ratios import RATIOS
 from gtpo_jax.algorithms.selection import ForkingSelection, Selection
 from gtpo_jax.algorithms.shaping import (
   GrpoSShaping,

@@ -193,7 +193,9 @@ def quantile(x: jax.Array, mask: jax.Array, share: float) -> jax.Array:
   below = jnp.maximum(jnp.ceil(share * total - COUNT_TOLERANCE), 1).astype(jnp.int32)
   threshold = _threshold(_sortable_bits(x), mask, total - below + 1)
   # The largest value with at least total - below + 1 values not under it.
-  return jnp.where(mask.any(), _from_sortable_bits(threshold), 0.0)
+  bits = jnp.where(threshold < 0, threshold ^ 0x7FFFFFFF, threshold)  # undoes `_sortable_bits`
+  value = jax.lax.bitcast_convert_type(bits, jnp.float32)
+  return jnp.where(mask.any(), value, 0.0)
 
 
 def _random_ranks(key: jax.Array, mask: jax.Array) -> jax.Array:
@@ -211,11 +213,6 @@ def _sortable_bits(x: jax.Array) -> jax.Array:
   x = jnp.where(x == 0, 0.0, x.astype(jnp.float32))  # -0.0 equals 0.0
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-def _from_sortable_bits(bits: jax.Array) -> jax.Array:
-  """Undoes `_sortable_bits`."""
-  return jax.lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), jnp.float32)
 
 
 def _largest(values: jax.Array, mask: jax.Array, count: jax.Array) -> jax.Array:

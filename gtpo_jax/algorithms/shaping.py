@@ -9,7 +9,6 @@ set (`relative_entropy`). "Final paper" and "v1" are the final and the first ver
 from __future__ import annotations
 
 import dataclasses
-import functools
 import numbers
 from collections.abc import Callable
 from typing import ClassVar
@@ -146,16 +145,15 @@ class TokenShaping(EntropyShaping):
     """Returns `shape(x)`, with the k-th drawn tokens of all completions in one column."""
     if self.compare != "position" or x.gaps is False:
       return shape(x)
-    return jax.lax.cond(has_gaps(x.mask), functools.partial(_without_gaps, shape), shape, x)
 
+    def without_gaps(x: Units) -> ShapingOutputs:  # moves the drawn tokens to the front
+      columns = drawn_columns(x.mask)
+      front = lambda values: jnp.put_along_axis(values, columns, values, -1, inplace=False)
+      arrays = {name: front(getattr(x, name)) for name in ("entropy", "mask", "tokens")}
+      shaped, metrics = shape(x._replace(**arrays))
+      return jax.tree.map(lambda r: jnp.take_along_axis(r, columns, -1), shaped), metrics
 
-def _without_gaps(shape: Callable[[Units], ShapingOutputs], x: Units) -> ShapingOutputs:
-  """Shapes the rewards after moving the units in `mask` to the front of each completion."""
-  columns = drawn_columns(x.mask)
-  front = lambda values: jnp.put_along_axis(values, columns, values, -1, inplace=False)
-  arrays = {name: front(getattr(x, name)) for name in ("entropy", "mask", "tokens")}
-  shaped, metrics = shape(x._replace(**arrays))
-  return jax.tree.map(lambda r: jnp.take_along_axis(r, columns, -1), shaped), metrics
+    return jax.lax.cond(has_gaps(x.mask), without_gaps, shape, x)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gtpo_jax.checkpoint.digests import DIGEST_DIGITS
+from gtpo_jax.checkpoint.integrity import DIGEST_DIGITS
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.runtime.errors import UserError
@@ -53,9 +53,6 @@ def check_provenance(
     current: the provenance now.
     accept: report changes through `say` and continue.
     say: shows a message to the user.
-
-  Raises:
-    UserError: an input has changed. The message names the input, its old value and its new value.
   """
   changes = [
     f"{name} was {saved[name]}, now {value}"

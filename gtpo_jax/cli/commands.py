@@ -24,6 +24,7 @@ from gtpo_jax.cli.processes import (
 )
 from gtpo_jax.cli.samples import options_to_sample, print_samples
 from gtpo_jax.runtime.errors import UserError, did_you_mean
+from gtpo_jax.runtime.paths import is_remote
 from gtpo_jax.runtime.signals import SIGNAL_EXIT, StopSignals
 from gtpo_jax.runtime.startup import (
   place_compile_cache,
@@ -31,7 +32,6 @@ from gtpo_jax.runtime.startup import (
   prepare_jax,
   refuse_cpu_fallback,
 )
-from gtpo_jax.storage.paths import is_remote
 
 
 @in_all_processes
@@ -119,11 +119,7 @@ def _served(options: type, args: argparse.Namespace) -> Any:
 
 
 def _prepare_server(args: argparse.Namespace, command: str, extra: str) -> None:
-  """Checks the options that servers share, and prepares JAX.
-
-  Raises:
-    UserError: a package is missing, or a value is out of bounds.
-  """
+  """Checks the options that servers share, and prepares JAX."""
   from gtpo_jax.runtime.installing import require_package
 
   for package in ("uvicorn", "starlette"):
@@ -171,8 +167,8 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns that no GPU can time kernels
   prepare_jax()
   from gtpo_jax import config as configs
-  from gtpo_jax.planning import plan as planning
-  from gtpo_jax.planning.table import format_table
+  from gtpo_jax.cli.planning import plan as planning
+  from gtpo_jax.cli.planning.plan import format_table
 
   check_writable(args.json)
   config = configs.load(args.config, overrides)
@@ -187,7 +183,7 @@ def report(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo report`."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run in progress may hold the accelerator
   prepare_jax()
-  from gtpo_jax.report.report import make_report
+  from gtpo_jax.cli.report.report import make_report
 
   check_writable(args.out)
   with stderr_display(sys.stderr.isatty()).waiting("drawing the figures"):

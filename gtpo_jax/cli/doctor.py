@@ -67,7 +67,11 @@ def _print_machine() -> None:
   _line("gtpo_jax", gtpo_jax.__version__)
   _line("python", f"{platform.python_version()} on {platform.platform()}")
   _line("processor", f"{cores} cores")
-  _line("memory", _memory())
+  try:
+    memory = f"{host_memory() / 2**30:.1f} GiB"
+  except (ValueError, OSError, AttributeError):
+    memory = "unknown"
+  _line("memory", memory)
   _line("disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free")
 
 
@@ -172,13 +176,6 @@ def _version(package: str) -> str | None:
     return importlib.metadata.version(package)
   except importlib.metadata.PackageNotFoundError:
     return None
-
-
-def _memory() -> str:
-  try:
-    return f"{host_memory() / 2**30:.1f} GiB"
-  except (ValueError, OSError, AttributeError):
-    return "unknown"
 
 
 def _writable(folder: Path) -> bool:

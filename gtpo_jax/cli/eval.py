@@ -11,7 +11,7 @@ from pathlib import Path
 from gtpo_jax.cli.processes import check_writable, in_all_processes, stderr_display, write
 from gtpo_jax.runtime.cluster.agreement import agree
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.storage.paths import is_remote
+from gtpo_jax.runtime.paths import is_remote
 
 
 @in_all_processes
@@ -32,7 +32,14 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
       f"{str(args.model)!r} is a Hugging Face folder: "
       f"give --config=FILE with the problems to evaluate it on"
     )
-  ks = _parse_ks(args.k)
+  try:
+    ks = [int(part) for part in args.k.split(",") if part]
+  except ValueError as error:
+    raise UserError(
+      f"--k must be whole numbers separated by commas, such as 1,4,32; got {args.k!r}"
+    ) from error
+  if any(k < 1 for k in ks):
+    raise UserError(f"--k must be at least 1, got {args.k!r}")
   for file in (args.json, args.completions):
     broadcast_from_first(lambda file=file: check_writable(file))
   own_config = configs.load(args.config, overrides) if args.config else None
@@ -83,15 +90,3 @@ def _print_summary(summary: dict[str, object]) -> None:
     interval = "" if low is None or high is None else f" [{low:.4f}, {high:.4f}]"
     number = "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
     print(f"{key:<32} {number}{interval}")
-
-
-def _parse_ks(text: str) -> list[int]:
-  try:
-    ks = [int(part) for part in text.split(",") if part]
-  except ValueError as error:
-    raise UserError(
-      f"--k must be whole numbers separated by commas, such as 1,4,32; got {text!r}"
-    ) from error
-  if any(k < 1 for k in ks):
-    raise UserError(f"--k must be at least 1, got {text!r}")
-  return ks

@@ -22,7 +22,7 @@ from gtpo_jax.models.lora import combine
 from gtpo_jax.rollout.policies import open_policy
 from gtpo_jax.runtime.errors import RunError, UserError, first_line
 from gtpo_jax.runtime.fields import AUTO
-from gtpo_jax.storage.files import read_json
+from gtpo_jax.runtime.files import read_json
 from gtpo_jax.tinker.models import ServedBase, Spec
 from gtpo_jax.tinker.saved_weights import ABOUT, Saved
 
@@ -131,11 +131,7 @@ def export_policy(
 
 
 def create_on_hub(name: str) -> None:
-  """Creates a private model on the hub, unless it exists already.
-
-  Raises:
-    UserError: this is no name of a model, or the hub refuses it, such as without a token.
-  """
+  """Creates a private model on the hub, unless it exists already."""
   from huggingface_hub import HfApi
 
   if not re.fullmatch(HUB_NAME, name):
@@ -150,11 +146,7 @@ def create_on_hub(name: str) -> None:
 
 
 def upload(folder: Path, name: str) -> str:
-  """Uploads an exported folder to a model of the hub; returns a line that says where it is.
-
-  Raises:
-    RunError: the upload failed. The folder is complete and can be uploaded later.
-  """
+  """Uploads an exported folder to a model of the hub; returns a line that says where it is."""
   from huggingface_hub import HfApi
 
   try:
@@ -300,15 +292,10 @@ def _table(title: str, head: tuple[str, ...], rows: Mapping[str, tuple[Any, ...]
   """Returns a section with a Markdown table, or an empty string if there are no rows."""
   if not rows:
     return ""
-  lines = [f"| {' | '.join((_plain(key), *map(_cell, values)))} |" for key, values in rows.items()]
+  cell = lambda x: "-" if x is None else f"{x:.4g}" if isinstance(x, float) else _plain(str(x))
+  lines = [f"| {' | '.join((_plain(key), *map(cell, values)))} |" for key, values in rows.items()]
   separator = "|---" * len(head) + "|"
   return "\n".join([f"## {title}", "", f"| {' | '.join(head)} |", separator, *lines])
-
-
-def _cell(value: Any) -> str:
-  if value is None:
-    return "-"
-  return f"{value:.4g}" if isinstance(value, float) else _plain(str(value))
 
 
 def _plain(text: str) -> str:

@@ -11,7 +11,7 @@ import gtpo_jax
 from gtpo_jax.cli import commands
 from gtpo_jax.cli.eval import evaluate
 from gtpo_jax.runtime.errors import UserError, did_you_mean
-from gtpo_jax.storage.paths import storage_path
+from gtpo_jax.runtime.paths import storage_path
 
 COMMANDS = (
   *("train", "eval", "sample", "export", "serve", "tinker", "plan", "report", "configs", "doctor"),

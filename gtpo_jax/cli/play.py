@@ -23,11 +23,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # how a terminal shows what the model has rea
 
 
 def parse_row(text: str) -> Mapping[str, Any]:
-  """Returns the row of `--row`, which is a JSON object.
-
-  Raises:
-    UserError: it is none.
-  """
+  """Returns the row of `--row`, which is a JSON object."""
   try:
     row = json.loads(text)
   except ValueError as error:

@@ -21,14 +21,14 @@ from gtpo_jax.runtime.cluster.agreement import agree, announce_failure, process_
 from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.device_errors import explain
 from gtpo_jax.runtime.errors import RunError, UserError
-from gtpo_jax.runtime.startup import prepare_devices, prepare_jax, refuse_cpu_fallback
-from gtpo_jax.storage.paths import (
+from gtpo_jax.runtime.paths import (
   absolute_path,
   check_object_writable,
   is_remote,
   storage_errors,
   storage_path,
 )
+from gtpo_jax.runtime.startup import prepare_devices, prepare_jax, refuse_cpu_fallback
 
 if TYPE_CHECKING:
   from gtpo_jax.logs.display import Display
@@ -133,10 +133,6 @@ def check_writable(file: Path | None) -> None:
 
 
 def write(file: Path, text: str) -> None:
-  """Writes a result.
-
-  Raises:
-    UserError: the file cannot be written.
-  """
+  """Writes a result."""
   with storage_errors(f"cannot write {str(file)!r}", UserError):
     file.write_bytes(text.encode())

@@ -45,9 +45,6 @@ def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: D
     args: the options of `gtpo sample`.
     overrides: fields of the policy's config to change.
     display: shows what is under way, on stderr.
-
-  Raises:
-    UserError: an option is not valid, or there is no such model.
   """
   _check_options(args)
   from gtpo_jax.config.sections import STOP

@@ -17,7 +17,7 @@ from gtpo_jax.models.params import abstract_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import MESH_AXES, make_mesh
-from gtpo_jax.training.micro_batches import check_batch_divisible, check_positions_divisible
+from gtpo_jax.training.packing import check_batch_divisible, check_positions_divisible
 
 Sizes = tuple[int, ...]  # of the mesh axes, in the order of `MESH_AXES`
 

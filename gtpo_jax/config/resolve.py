@@ -12,9 +12,9 @@ import jax
 from gtpo_jax.config.run_config import Config
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.experts.routing import RouteShape
-from gtpo_jax.models.formats.compute_dtype import compute_dtype_for
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.folder import find
+from gtpo_jax.models.number_formats import compute_dtype_for
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.runtime.errors import UserError
 

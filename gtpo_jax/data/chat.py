@@ -22,8 +22,8 @@ from gtpo_jax.data.chat_template import (
 from gtpo_jax.data.records import NO_ROLE, ROLES
 from gtpo_jax.data.text_stream import TextStream, TokenTexts
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.storage.files import local_copy, read_json, safe_join
-from gtpo_jax.storage.paths import storage_path
+from gtpo_jax.runtime.files import local_copy, read_json, safe_join
+from gtpo_jax.runtime.paths import storage_path
 
 if TYPE_CHECKING:
   from transformers import PreTrainedConfig, PreTrainedTokenizerBase

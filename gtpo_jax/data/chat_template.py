@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from gtpo_jax.data.records import user
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.files import read_json
 from gtpo_jax.runtime.resource_limits import limited_memory, within
-from gtpo_jax.storage.files import read_json
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase

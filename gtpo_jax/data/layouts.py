@@ -28,7 +28,7 @@ from gtpo_jax.data.kinds import (
 from gtpo_jax.data.readers import ClassIndex, Row
 from gtpo_jax.data.records import Problem, encodable, shown, to_messages, user
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.storage.files import printable
+from gtpo_jax.runtime.files import printable
 
 NO_ANSWER_KIND = "exact"  # of rows without an answer, which no verifier reads
 # The answer of a problem whose kind compares completions with something else.

@@ -21,9 +21,9 @@ from etils import epath
 
 from gtpo_jax.rewards.gym.rows import rows as gym_rows
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.files import printable
 from gtpo_jax.runtime.installing import install_command
-from gtpo_jax.storage.files import printable
-from gtpo_jax.storage.paths import list_files, open_bytes, storage_errors, storage_path
+from gtpo_jax.runtime.paths import list_files, open_bytes, storage_errors, storage_path
 
 EXTENSIONS = (".jsonl", ".jsonl.gz", ".parquet")
 # Files of other forms, and the function of pandas that reads them.

@@ -32,8 +32,8 @@ from gtpo_jax.data.readers import GYM, RECORDS, LocatedRow, Row, is_source, read
 from gtpo_jax.data.records import Problem
 from gtpo_jax.rewards.verifiers import keys_read
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.files import printable
 from gtpo_jax.runtime.installing import MissingPackage
-from gtpo_jax.storage.files import printable
 
 # Raises ValueError if completions of a problem of this kind, with this answer and extra, cannot be
 # checked.

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from gtpo_jax.arrays import KeyStream, key_for
 from gtpo_jax.config import Config, flatten, to_dict
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.evaluation.estimators import mixed_share
 from gtpo_jax.evaluation.outcome import Evaluation, ScoredCompletions, concatenate
-from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.episodes.group_turns import Turns
 from gtpo_jax.rollout.episodes.sample import EVALUATION, sample_problems

@@ -13,7 +13,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -28,11 +28,13 @@ from gtpo_jax.logs.truth import PLAYERS, BatchTruth
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.runtime.distributed import fetch, is_first_process
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.storage.files import set_aside
-from gtpo_jax.storage.paths import write_atomically
+from gtpo_jax.runtime.files import set_aside
+from gtpo_jax.runtime.paths import write_atomically
+from gtpo_jax.sampling.spans import Span
 
 FOLDER = "credit"
 FORMAT = 1
+PHASES = ("prefill", "decode", "reward", "update")  # of a step; a record stores their indices
 MAX_CHECKED_BYTES = 16 * 2**20
 UNREADABLE = (  # what damaged records raise
   OSError,
@@ -76,7 +78,7 @@ class CreditRecord:
   prompts: list[str]  # [k], the last message of each prompt
   answers: list[str]  # [k]
   stops: list[list[str]]  # [k][g], why episodes ended; "" without an environment
-  timeline: np.ndarray  # f32[spans, 4], see `timeline.step_timeline`
+  timeline: np.ndarray  # f32[spans, 4], see `step_timeline`
 
   @property
   def present(self) -> np.ndarray:
@@ -231,6 +233,23 @@ def _pieces(rollouts: Rollouts, shown: np.ndarray, chat: Chat) -> tuple[np.ndarr
   return piece, list(numbers)
 
 
+def step_timeline(spans: Sequence[Span], metrics: Mapping[str, float]) -> np.ndarray:
+  """Returns the timeline of a step for its credit record.
+
+  Args:
+    spans: of sampling and of waiting for rewards, with times since the beginning of the step.
+    metrics: of the step, with `time/step` and `time/update`.
+
+  Returns:
+    f32[spans, 4]: the index of the phase in `PHASES`, its begin and end in seconds, and the share
+    of the slots that are busy, which is 0 for phases other than decode.
+  """
+  end = metrics["time/step"]
+  update = Span("update", end - metrics["time/update"], end, 0.0)
+  rows = [(PHASES.index(span.phase), *span[1:]) for span in [*spans, update]]
+  return np.asarray(rows, np.float32)
+
+
 def save_credit(workdir: Path, record: CreditRecord) -> None:
   """Writes a record to its file atomically."""
   arrays = {name: np.asarray(value) for name, value in vars(record).items() if name not in TEXTS}
@@ -305,11 +324,7 @@ def _is_intact(file: Path) -> bool:
 
 
 def read_credit(file: Path) -> CreditRecord:
-  """Reads a record that `write_credit` wrote.
-
-  Raises:
-    UserError: the file is damaged, or another version wrote it.
-  """
+  """Reads a record that `write_credit` wrote."""
   try:
     return _read(file)
   except UserError:

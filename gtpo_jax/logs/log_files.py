@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.storage.files import set_aside
-from gtpo_jax.storage.paths import is_remote
-from gtpo_jax.storage.spool import read_lines
+from gtpo_jax.logs.spool import read_lines
+from gtpo_jax.runtime.files import set_aside
+from gtpo_jax.runtime.paths import is_remote
 
 Row = dict[str, Any]
 MAX_LISTED = 8  # steps that a message lists
@@ -90,7 +90,8 @@ class LogFile:
     Afterwards the steps are in order. Of two rows of a step in a file with one row per step, the
     last one is kept.
     """
-    aside = _move_aside(self.path)
+    in_its_place = self.path.exists() and not self.path.is_file()  # such as a folder
+    aside = set_aside(self.path).name if in_its_place else ""
     if aside or not self.path.exists():
       return Repair(self.path.name, [], 0, [], aside)
     damaged = 0
@@ -143,22 +144,11 @@ def _in_order(rows: list[Row], per_step: int) -> Iterator[Row]:
       same.clear()
     same.append(row)
   for step in sorted(by_step):
-    yield from _without_repeated(by_step[step], per_step)
-
-
-def _without_repeated(rows: list[Row], most: int) -> list[Row]:
-  """Drops rows that equal an earlier one, from the end, while there are more than `most`."""
-  for i in reversed(range(len(rows))):
-    if len(rows) > most and rows[i] in rows[:i]:
-      del rows[i]
-  return rows
-
-
-def _move_aside(path: Path) -> str:
-  """Renames what is in the place of the file but is no file. Returns its new name, or ""."""
-  if not path.exists() or path.is_file():
-    return ""
-  return set_aside(path).name
+    same = by_step[step]
+    for i in reversed(range(len(same))):
+      if len(same) > per_step and same[i] in same[:i]:
+        del same[i]
+    yield from same
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ import jax
 
 import gtpo_jax
 from gtpo_jax.runtime.distributed import is_first_process
-from gtpo_jax.storage.paths import write_atomically
+from gtpo_jax.runtime.paths import write_atomically
 
 FILE = "sessions.json"
 PACKAGES = ("jax", "jaxlib", "flax")

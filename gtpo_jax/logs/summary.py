@@ -9,7 +9,7 @@ import jax
 
 from gtpo_jax.config import Config
 from gtpo_jax.config.updates import describe_update
-from gtpo_jax.logs.compiles import describe_compile_cache
+from gtpo_jax.logs.profile import describe_compile_cache
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.rollout.worker import RolloutWorker
 

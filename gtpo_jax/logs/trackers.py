@@ -114,11 +114,7 @@ class WeightsAndBiases:
   """
 
   def __init__(self, workdir: Path, config: Config, name: str, say: Callable[[str], None]):
-    """Starts or resumes the run.
-
-    Raises:
-      RunError: W&B does not start the run.
-    """
+    """Starts or resumes the run."""
     import wandb
 
     self._project = config.log.wandb

@@ -15,7 +15,7 @@ from etils import epath
 
 from gtpo_jax.runtime.distributed import is_first_process
 from gtpo_jax.runtime.errors import RunError
-from gtpo_jax.storage.paths import is_remote, storage_errors, write_atomically
+from gtpo_jax.runtime.paths import is_remote, storage_errors, write_atomically
 
 Rows = Sequence[Mapping[str, float | None]]  # metrics of consecutive steps; None: not finite
 

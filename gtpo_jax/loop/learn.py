@@ -15,9 +15,9 @@ from typing import Any
 
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
 from gtpo_jax.config import Config, flatten, resolved_dict, with_compute_dtype
-from gtpo_jax.logs.compiles import compile_count
-from gtpo_jax.logs.display import Display
-from gtpo_jax.logs.panel import one_line
+from gtpo_jax.logs.display import Display, one_line
+from gtpo_jax.logs.profile import compile_count
+from gtpo_jax.logs.spool import open_logs
 from gtpo_jax.loop.interruptions import closed_at_exit, saved_if_interrupted
 from gtpo_jax.loop.prepare import fit_here, prepare
 from gtpo_jax.loop.run import Place, Run
@@ -29,10 +29,9 @@ from gtpo_jax.rollout.scoring.functions import RewardFunction
 from gtpo_jax.runtime.cluster.agreement import agree, process_identity
 from gtpo_jax.runtime.compiling import stoppable_compiles
 from gtpo_jax.runtime.distributed import any_process, is_first_process
+from gtpo_jax.runtime.paths import absolute_path, storage_path
 from gtpo_jax.runtime.signals import Interrupts, Watchdog
 from gtpo_jax.runtime.startup import prepare_devices
-from gtpo_jax.storage.paths import absolute_path, storage_path
-from gtpo_jax.storage.spool import open_logs
 
 
 def train(

@@ -14,6 +14,7 @@ from gtpo_jax.config.updates import fit_update
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.trackers import check_trackers
+from gtpo_jax.loop.warm_start import Teacher, check_prompts, make_teacher
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.python.inputs import Inputs
 from gtpo_jax.rollout.frozen import check_frozen
@@ -24,7 +25,6 @@ from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.chips import chip_of, usable_memory
 from gtpo_jax.runtime.distributed import least_of_processes
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.warm_start import Teacher, check_prompts, make_teacher
 
 MAX_RANDOM_WIDTH = 512  # of presets that may start from random weights; wider ones learn nothing
 

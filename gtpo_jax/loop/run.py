@@ -17,25 +17,25 @@ from gtpo_jax.checkpoint.provenance import check_provenance
 from gtpo_jax.checkpoint.workdir import Claim
 from gtpo_jax.config import Config
 from gtpo_jax.config.updates import run_optimizer, run_update
-from gtpo_jax.logs.compiles import compile_count
-from gtpo_jax.logs.credit import repair_credit, write_credit
+from gtpo_jax.logs.credit import repair_credit, step_timeline, write_credit
 from gtpo_jax.logs.credit_scores import step_metrics
+from gtpo_jax.logs.curves import draw_curves
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.journal import Journal
-from gtpo_jax.logs.profile import trace_window
+from gtpo_jax.logs.profile import compile_count, trace_window
 from gtpo_jax.logs.sessions import SessionRecord
+from gtpo_jax.logs.spool import Logs
 from gtpo_jax.logs.summary import describe_run, summarize, without_other_evaluations
 from gtpo_jax.logs.trackers import WeightsAndBiases
 from gtpo_jax.logs.truth import batch_truth
 from gtpo_jax.loop.evaluations import Evaluations
 from gtpo_jax.loop.guards import Guards
 from gtpo_jax.loop.prepare import Parts
+from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.loop.warm_up import warm_up_sampling, warm_up_training
 from gtpo_jax.models.params import Params
 from gtpo_jax.python.policy import TrainedPolicy
 from gtpo_jax.python.results import Result
-from gtpo_jax.report.curves import draw_curves
-from gtpo_jax.report.timeline import step_timeline
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import load_frozen
@@ -45,9 +45,7 @@ from gtpo_jax.runtime.distributed import fetch, is_first_process
 from gtpo_jax.runtime.errors import FunctionError, JudgeError
 from gtpo_jax.runtime.resource_limits import return_freed_memory
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.storage.spool import Logs
 from gtpo_jax.training.state import TrainState, init_state
-from gtpo_jax.warm_start import base_model
 
 PRINT_EVERY = 5  # steps between lines of a plain log
 

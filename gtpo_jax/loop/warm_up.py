@@ -9,8 +9,8 @@ from typing import Any
 
 from gtpo_jax.config import Config
 from gtpo_jax.config.workloads import GUIDE, run_workloads
-from gtpo_jax.logs.compiles import describe_compiles
 from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.profile import describe_compiles
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.batch import Placement
 from gtpo_jax.rollout.worker import Policy

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from gtpo_jax.models.attention.rope_scaling import RopeScaling
+from gtpo_jax.models.attention.rope import RopeScaling
 from gtpo_jax.models.families import FAMILIES, MATRICES, MLP, Family
-from gtpo_jax.models.formats.quantize import FORMATS
 from gtpo_jax.models.kinds import ATTENTION as ATTENTION_MIXER
 from gtpo_jax.models.kinds import (
   DELTA,
@@ -22,6 +21,7 @@ from gtpo_jax.models.kinds import (
   shortest_pattern,
   stacks_of,
 )
+from gtpo_jax.models.number_formats import FORMATS
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 from gtpo_jax.runtime.fields import ABOVE_0, Checked, at_least, setting
 

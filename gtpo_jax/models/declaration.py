@@ -110,9 +110,5 @@ def declare(
 
 
 def is_decayed(path: Sequence[str]) -> bool:
-  """Returns whether weight decay applies to the parameter at `path`.
-
-  Raises:
-    KeyError: the parameter was not declared with `declare`.
-  """
+  """Returns whether weight decay applies to the parameter at `path`."""
   return KINDS[path[-1]] is not Kind.VECTOR

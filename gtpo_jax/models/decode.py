@@ -17,8 +17,8 @@ from gtpo_jax.models.attention.streams import stream_masks
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.delta.layer import DeltaState
 from gtpo_jax.models.experts.routing import RouteShape
-from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.kinds import ATTENTION, DELTA
+from gtpo_jax.models.number_formats import einsum
 from gtpo_jax.models.params import Params, abstract_params, at_path
 from gtpo_jax.models.transformer import MIXERS, Layer, Transformer
 from gtpo_jax.runtime.mesh import bytes_per_device, partition_spec

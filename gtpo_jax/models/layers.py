@@ -1,4 +1,9 @@
-"""The modules of a layer: RMSNorm, and linear maps with optional adapters."""
+"""The modules of a layer: RMSNorm, linear maps with optional adapters, and activations' shardings.
+
+Activations are [n, g, s, d]. Between layers, the positions s are the logical axis "sequence",
+sharded over the mesh axes context and tensor. Within layers they are the logical axis "position",
+sharded over context.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,15 @@ from jax.sharding import Mesh
 
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.declaration import AxisRoles, declare
-from gtpo_jax.models.formats.products import multiply_on_cpu
-from gtpo_jax.models.formats.quantize import (
+from gtpo_jax.models.number_formats import (
   FORMATS,
   dequantize,
   init_integers,
   init_scale,
+  multiply_on_cpu,
   scale_shape,
 )
+from gtpo_jax.runtime.mesh import constrain, divisible_axis
 
 MATRIX_DEVIATION = 0.02  # `initializer_range` of the published models
 MATRIX_INIT = nn.initializers.normal(MATRIX_DEVIATION)
@@ -152,7 +158,9 @@ def declare_matrix(
   if adapted and (rank := config.lora.rank):
     names["lora_a"] = (*axes[:split], "rank")
     a = (*shape[:split], rank)
-    init = _lora_a_init(shape[first:split])
+    # Uniform within +-1 / sqrt(fan in) as in PEFT; B is 0, so a new adapter adds 0.
+    bound = math.prod(shape[first:split]) ** -0.5
+    init = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
     of_a = roles._replace(parts=())
     values["lora_a"] = declare(module, "lora_a", init, a, names["lora_a"], jnp.float32, of_a)
     names["lora_b"] = (*axes[:first], "rank", *axes[split:])
@@ -212,15 +220,6 @@ class Dense(nn.Module):
     return multiply(x, kernel, axes, self.config.matmul_precision, on_cpu)
 
 
-def _lora_a_init(inputs: tuple[int, ...]) -> nn.initializers.Initializer:
-  """Returns the initializer of A, uniform within +-1 / sqrt(fan in) as in PEFT.
-
-  B is initialised to zero, so a new adapter adds zero.
-  """
-  bound = math.prod(inputs) ** -0.5
-  return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
 def _multiply(
   x: jax.Array, kernel: jax.Array, axes: int, precision: str, on_cpu: bool
 ) -> jax.Array:
@@ -269,3 +268,41 @@ def _contract(
     jax.lax.dot_general, dimension_numbers=dimensions, precision=precision
   )
   return multiply_on_cpu(multiply, x, y, x.dtype) if on_cpu else multiply(x, y)
+
+
+def residual_layout(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """Shards the residual stream between layers.
+
+  The batch is sharded. Positions are sharded over context and tensor if their number is divisible
+  by the product of the two axes, over context alone if it is divisible by that axis, and otherwise
+  not at all.
+  """
+  positions = divisible_axis(mesh, x.shape[2], "sequence", "position")
+  return constrain(x, mesh, "batch", None, positions, None)
+
+
+def layer_layout(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """Shards the activations within a layer.
+
+  The batch is sharded, and so are the positions if the context axis divides their number. All
+  shards of the tensor axis have the same positions; each computes its own heads and MLP features
+  for them.
+  """
+  positions = divisible_axis(mesh, x.shape[2], "position")
+  return constrain(x, mesh, "batch", None, positions, None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def layer_layout_of_gradient(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """Returns `x` unchanged and gives its gradient the layout of `layer_layout`.
+
+  The gradient of a weight matrix is the product of activations and the gradient of the residual
+  stream. Without this function their positions would be sharded differently, the former over
+  context only and the latter over context and tensor, and the compiler would gather the batch.
+  """
+  return x
+
+
+layer_layout_of_gradient.defvjp(
+  lambda x, mesh: (x, None), lambda mesh, _, d_out: (layer_layout(d_out, mesh),)
+)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gtpo_jax.models.config import DTYPES, Lora
-from gtpo_jax.models.formats.quantize import dequantize
+from gtpo_jax.models.number_formats import dequantize
 from gtpo_jax.models.params import Params, param_shardings
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import axis_size

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from gtpo_jax.models.config import Lora, ModelConfig
 from gtpo_jax.models.declaration import KINDS, Declaration, Kind
-from gtpo_jax.models.formats.quantize import quantize
+from gtpo_jax.models.number_formats import quantize
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import axis_size, indivisible_error, partition_spec, single_device_mesh
@@ -35,20 +35,24 @@ def declared_params(model: Transformer) -> Params:
 
 
 def abstract_params(model: Transformer) -> Params:
-  """Returns shapes, dtypes and shardings of the parameters without allocating them.
-
-  Raises:
-    UserError: as in `param_shardings`.
-  """
+  """Returns shapes, dtypes and shardings of the parameters without allocating them."""
   context = model.mesh.shape["context"]
   if model.config.delta and context > 1:
     raise UserError(
       f"mesh.context = {context} divides the positions of a sequence, which gated delta nets read "
       "one after another; set it to 1, and use mesh.fsdp or mesh.tensor"
     )
-  abstract = lambda declaration: jax.ShapeDtypeStruct(
-    declaration.value.shape, declaration.value.dtype, sharding=_sharding(declaration, model)
-  )
+
+  def abstract(declaration: Declaration) -> jax.ShapeDtypeStruct:
+    names = list(declaration.names)
+    for i, (name, size) in enumerate(zip(names, declaration.value.shape, strict=True)):
+      if size % axis_size(model.mesh, name):
+        if name != "kv_heads":
+          raise indivisible_error(name, size, model.mesh)
+        names[i] = None
+    sharding = NamedSharding(model.mesh, partition_spec(names))
+    return jax.ShapeDtypeStruct(declaration.value.shape, declaration.value.dtype, sharding=sharding)
+
   return jax.tree.map(abstract, declared_params(model), is_leaf=_is_declaration)
 
 
@@ -125,16 +129,6 @@ def _declarations(model: Transformer) -> tuple[tuple[Declaration, ...], jax.tree
   declared = jax.eval_shape(lambda k: _init(model, k), jax.random.key(0))
   leaves, structure = jax.tree.flatten(declared, is_leaf=_is_declaration)
   return tuple(leaves), structure
-
-
-def _sharding(declaration: Declaration, model: Transformer) -> NamedSharding:
-  names = list(declaration.names)
-  for i, (name, size) in enumerate(zip(names, declaration.value.shape, strict=True)):
-    if size % axis_size(model.mesh, name):
-      if name != "kv_heads":
-        raise indivisible_error(name, size, model.mesh)
-      names[i] = None
-  return NamedSharding(model.mesh, partition_spec(names))
 
 
 def _is_declaration(x: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gtpo_jax.models.attention.rope_scaling import Linear, Llama3Scaling, Yarn
+from gtpo_jax.models.attention.rope import Linear, Llama3Scaling, Yarn
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.kinds import DELTA, DeltaSizes, LayerKind, Mixture
 
@@ -56,16 +56,6 @@ def _qwen3_5(*sizes: int, value_heads: int, tied: bool = False) -> ModelConfig:
 
 def _olmo2(*sizes: int, context: int = 4096) -> ModelConfig:
   return _model(100352, *sizes, rope_theta=5e5, context=context, biases=(), model_type="olmo2")
-
-
-def _olmo3(*sizes: int) -> ModelConfig:
-  """Returns an OLMo 3: three layers with a window of 4,096, then a full one with YaRN."""
-  features = {
-    "rope_theta": 5e5,
-    "rope_scaling": Yarn(8.0, 8192, attention_factor=1.2079441541679836),
-    "kinds": (LayerKind(4096, rope_theta=5e5),) * 3 + (LayerKind(),),
-  }
-  return _model(100278, *sizes, context=65536, biases=(), model_type="olmo3", **features)
 
 
 def _mixture(
@@ -181,7 +171,16 @@ PRESETS: dict[str, ModelConfig] = {
   ),
   "olmo-2-1b": _olmo2(2048, 16, 16, 16, 8192),
   "olmo-2-7b": _olmo2(4096, 32, 32, 32, 11008),
-  "olmo-3-7b": _olmo3(4096, 32, 32, 32, 11008),
+  "olmo-3-7b": _model(  # three layers with a window of 4,096, then a full one with YaRN
+    100278,
+    *(4096, 32, 32, 32, 11008),
+    context=65536,
+    biases=(),
+    model_type="olmo3",
+    rope_theta=5e5,
+    rope_scaling=Yarn(8.0, 8192, attention_factor=1.2079441541679836),
+    kinds=(LayerKind(4096, rope_theta=5e5),) * 3 + (LayerKind(),),
+  ),
   # The first two were distilled into Qwen2.5-Math, whose base of the rotary angles they keep.
   "r1-distill-qwen-1.5b": dataclasses.replace(QWEN2_5["1.5b"], rope_theta=1e4, **R1_DISTILL),
   "r1-distill-qwen-7b": dataclasses.replace(QWEN2_5["7b"], rope_theta=1e4, **R1_DISTILL),

@@ -34,10 +34,18 @@ from gtpo_jax.models.experts.routing import (
   Routing,
   routes_of_inputs,
 )
-from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.kinds import ATTENTION, DELTA, LayerKind, Stack
-from gtpo_jax.models.layers import MATRIX_INIT, Dense, RMSNorm, gated, normalised
-from gtpo_jax.models.layouts import layer_layout, layer_layout_of_gradient, residual_layout
+from gtpo_jax.models.layers import (
+  MATRIX_INIT,
+  Dense,
+  RMSNorm,
+  gated,
+  layer_layout,
+  layer_layout_of_gradient,
+  normalised,
+  residual_layout,
+)
+from gtpo_jax.models.number_formats import einsum
 from gtpo_jax.runtime.mesh import constrain, divisible_axis
 
 

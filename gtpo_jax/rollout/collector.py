@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from gtpo_jax.arrays import KeyStream, key_for
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problems
 from gtpo_jax.environments.metrics import Tallies
-from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.batch import Batch, Placement
 from gtpo_jax.rollout.drawing import make_drawing

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from gtpo_jax.checkpoint.architectures import frozen_architecture
-from gtpo_jax.checkpoint.digests import DIGEST_DIGITS, digest_tree
-from gtpo_jax.checkpoint.opening import run_params
+from gtpo_jax.checkpoint.integrity import DIGEST_DIGITS, digest_tree
+from gtpo_jax.checkpoint.opening import frozen_architecture, run_params
 from gtpo_jax.checkpoint.workdir import load_config
 from gtpo_jax.config import Config
 from gtpo_jax.data.chat import Chat, load_chat

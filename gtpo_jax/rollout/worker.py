@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gtpo_jax.checkpoint.architectures import teacher_model
+from gtpo_jax.checkpoint.opening import teacher_model
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.updates import run_demand
 from gtpo_jax.data.chat import Chat, load_chat

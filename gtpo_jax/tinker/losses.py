@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.objectives import ObjectiveInputs, clip_ratio, clip_weight
-from gtpo_jax.algorithms.objectives.ratios import RATIOS
+from gtpo_jax.algorithms.ratios import RATIOS
 from gtpo_jax.arrays import masked_sum
 from gtpo_jax.runtime.errors import did_you_mean
 from gtpo_jax.serving.api_errors import bad

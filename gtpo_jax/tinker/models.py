@@ -16,7 +16,7 @@ import numpy as np
 
 from gtpo_jax.models.config import Lora
 from gtpo_jax.models.decode import DecodeParams
-from gtpo_jax.models.hf.atomic_folder import atomic_folder
+from gtpo_jax.models.hf.folder import atomic_folder
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.hf.save import save, save_adapter, write_files
 from gtpo_jax.models.lora import add_lora, combine, merge_lora, partition
@@ -24,9 +24,9 @@ from gtpo_jax.models.params import Params, abstract_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.mesh import batch_shards, shard_batch
+from gtpo_jax.runtime.paths import storage_path
 from gtpo_jax.serving.api_errors import bad
 from gtpo_jax.serving.requests import Fields, shown
-from gtpo_jax.storage.paths import storage_path
 from gtpo_jax.tinker.datum_batches import divide, loss_begins
 from gtpo_jax.tinker.losses import Loss
 from gtpo_jax.tinker.saved_weights import ABOUT, ARRAYS, Saved, arrays_of, tree_of

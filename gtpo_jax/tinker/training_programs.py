@@ -17,8 +17,15 @@ from gtpo_jax.runtime.compiler_options import update_options
 from gtpo_jax.tinker.datum_batches import Rows
 from gtpo_jax.tinker.losses import sequence_loss, token_losses
 from gtpo_jax.training.log_probs import Reading, head_settings, loss_and_score, score
-from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
-from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, abstract_state, adamw
+from gtpo_jax.training.state import (
+  BUILDER_CACHE_SIZE,
+  Optimizer,
+  abstract_state,
+  adamw,
+  loss_scale,
+  scaled,
+  unscale,
+)
 
 
 class BatchScores(NamedTuple):

@@ -22,8 +22,8 @@ from gtpo_jax.training.log_probs import (
   loss_and_score,
   score_with_routers,
 )
-from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
-from gtpo_jax.training.micro_batches import merge_parts, split_batch
+from gtpo_jax.training.packing import merge_parts, split_batch
+from gtpo_jax.training.state import loss_scale, scaled, unscale
 
 
 class UpdateSettings(NamedTuple):
@@ -95,9 +95,6 @@ def balance_of(model: Transformer, rollouts: Rollouts) -> Balance | None:
 
   The shares come from the recorded choices, so the loss is a sum over tokens, and micro-batches
   do not change it.
-
-  Raises:
-    ValueError: no choices were recorded.
   """
   c = model.config
   if not (c.router_balance and c.mixture):

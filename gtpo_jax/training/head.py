@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gtpo_jax.algorithms import Distillation
-from gtpo_jax.models.formats.products import einsum
+from gtpo_jax.models.number_formats import einsum
 from gtpo_jax.runtime.mesh import (
   all_gather_axis,
   axis_size,
@@ -44,22 +44,20 @@ from gtpo_jax.runtime.mesh import (
   reduce_scatter_axis,
   sum_shards,
 )
-from gtpo_jax.training.head_chunk import (
-  chunk_count,
-  default_chunk,
-  merge_positions,
-  pad_positions,
-  split_positions,
-)
 from gtpo_jax.training.head_logits import (
   Comparison,
+  chunk_count,
   chunk_logits,
   compare_with_teacher,
+  default_chunk,
   gather_positions,
   head_gradient,
   local_positions,
   logits_gradient,
+  merge_positions,
+  pad_positions,
   softmax_statistics,
+  split_positions,
 )
 
 # (log-probs and entropies f32[b, c], signals [b, c] of the same tokens) -> the sum of their losses

@@ -1,21 +1,26 @@
 """A chunk's logits in one vocabulary shard, their softmax statistics, and their gradients.
 
-These functions run within `shard_map`. Dimension letters: b rows, c positions of a chunk, d model
-width, v vocabulary.
+`head_chunk_size` decides how many tokens' logits a device has in memory at once. The functions of
+logits run within `shard_map`. Dimension letters: b rows, t positions, c positions of a chunk,
+d model width, v vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from gtpo_jax.algorithms import Distillation
 from gtpo_jax.models.embedding import local_ids
-from gtpo_jax.models.formats.products import einsum
+from gtpo_jax.models.number_formats import einsum
+from gtpo_jax.runtime.chips import chip_of, memory_of
 from gtpo_jax.runtime.mesh import (
   all_gather_axis,
+  axis_size,
   mesh_axes,
   reduce_scatter_axis,
   shard_index,
@@ -136,7 +141,11 @@ def compare_with_teacher(
   total = lambda x: jax.lax.psum(x.sum(-1), VOCAB_AXES)
   overlap = total(jnp.minimum(p, q))  # of all ids, also where the divergence counts some as one
   if 0 < distillation.top_k < shared:
-    in_tail = ~_is_most_probable(teacher_logits, distillation.top_k)
+    # Logits are compared and not log-probs, which XLA may compute twice with different rounding.
+    k = distillation.top_k
+    of_shard, _ = jax.lax.top_k(teacher_logits, min(k, size))
+    of_all = all_gather_axis(of_shard, "vocab", of_shard.ndim - 1)
+    in_tail = ~(teacher_logits >= jax.lax.top_k(of_all, k)[0][..., -1:])
     log_q = _with_one_tail(log_p, log_q, in_tail)
     q = jnp.exp(log_q)
   if distillation.divergence == "forward_kl":
@@ -151,17 +160,6 @@ def compare_with_teacher(
   divergence = beta * total(q * (log_q - log_m)) + (1 - beta) * of_policy
   gradient = (1 - beta) * p * (log_p - log_m - of_policy[..., None])
   return Comparison(divergence, overlap), gradient
-
-
-def _is_most_probable(logits: jax.Array, k: int) -> jax.Array:
-  """Returns whether an id is one of the k most probable ones, or as probable as the k-th of them.
-
-  Takes f32[b, c, v / shards], with k less than v, and returns bool of that shape. Logits are
-  compared and not log-probs, which XLA may compute twice with different rounding.
-  """
-  of_shard, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
-  of_all = all_gather_axis(of_shard, "vocab", of_shard.ndim - 1)
-  return logits >= jax.lax.top_k(of_all, k)[0][..., -1:]
 
 
 def _with_one_tail(log_p: jax.Array, log_q: jax.Array, in_tail: jax.Array) -> jax.Array:
@@ -237,3 +235,63 @@ def local_positions(x: jax.Array) -> jax.Array:
   """Returns this device's positions: the inverse of `gather_positions`."""
   size = x.shape[1] // jax.lax.axis_size(mesh_axes("sequence"))
   return jax.lax.dynamic_slice_in_dim(x, shard_index("sequence") * size, size, 1)
+
+
+LOGIT_BYTES = 6  # a logit in float32, and its gradient in 16 bits
+CPU_CHUNK = 4096  # tokens
+CPU_LOGITS = 2**28  # bytes; larger chunks are no faster
+SHORTEST_CHUNK = 256
+# A chunk reads a device's part of the table in 16 bits, and reads and writes its gradient in
+# float32: 10 bytes for 6 FLOP a token. With 10 / 6 * FLOP/s / bandwidth tokens, the two take equal
+# time. This multiple of it makes the matrix products the larger part.
+COMPUTE_BOUND = 4
+MEMORY_FRACTION = 16  # the logits of a chunk take at most this part of a device's memory
+UNKNOWN_MEMORY = 16 * 2**30  # bytes, of a device that reports none
+
+
+def default_chunk(mesh: Mesh, vocab_size: int) -> int:
+  """Returns the tokens of a chunk on one device, enough for compute-bound matrix products.
+
+  It is a power of two. There are fewer if their logits would take more than a sixteenth of the
+  device's memory, or on a CPU more than `CPU_LOGITS`.
+  """
+  device = mesh.devices.flat[0]
+  logits = LOGIT_BYTES * vocab_size // axis_size(mesh, "vocab")  # bytes of a token
+  if device.platform == "cpu":
+    return max(min(CPU_CHUNK, _power_of_two_to(CPU_LOGITS / logits)), SHORTEST_CHUNK)
+  chip = chip_of(device)
+  enough = CPU_CHUNK
+  if chip and chip.flops and chip.memory_bandwidth:
+    enough = COMPUTE_BOUND * chip.flops / chip.memory_bandwidth
+  memory = chip.memory if chip else memory_of(device) or UNKNOWN_MEMORY
+  fitting = memory / MEMORY_FRACTION / logits
+  return max(min(2 ** math.ceil(math.log2(enough)), _power_of_two_to(fitting)), SHORTEST_CHUNK)
+
+
+def chunk_count(b: int, t: int, chunk: int) -> int:
+  """Returns how many chunks a device's b rows of t positions need for `chunk` tokens each.
+
+  It is t if b > chunk.
+  """
+  return -(-t // max(chunk // b, 1))
+
+
+def pad_positions(x: jax.Array, divisor: int) -> jax.Array:
+  """Pads [b, t, ...] with zeros until t is a multiple of `divisor`."""
+  return jnp.pad(x, [(0, 0), (0, -x.shape[1] % divisor)] + [(0, 0)] * (x.ndim - 2))
+
+
+def split_positions(x: jax.Array, chunks: int) -> jax.Array:
+  """Splits [b, t, ...] into [chunks, b, ceil(t / chunks), ...], padded with zeros."""
+  x = pad_positions(x, chunks)
+  return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
+
+
+def merge_positions(x: jax.Array, t: int) -> jax.Array:
+  """Undoes `split_positions`, given the original t."""
+  x = jnp.moveaxis(x, 0, 1)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :t]
+
+
+def _power_of_two_to(most: float) -> int:
+  return 2 ** math.floor(math.log2(most))

@@ -16,8 +16,15 @@ from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiler_options import update_options
 from gtpo_jax.training.log_probs import Reading, head_settings, loss_and_score
-from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
-from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
+from gtpo_jax.training.state import (
+  BUILDER_CACHE_SIZE,
+  Optimizer,
+  TrainState,
+  abstract_state,
+  loss_scale,
+  scaled,
+  unscale,
+)
 
 
 @flax.struct.dataclass
@@ -41,7 +48,9 @@ def make_imitation(
 
   settings = head_settings(model, 1.0, head_chunk)
   scale = loss_scale(model.config)
-  cross_entropy = scaled(_cross_entropy, scale)
+  cross_entropy = scaled(
+    lambda log_probs, entropy, weights: -masked_sum(weights * log_probs, weights > 0), scale
+  )
 
   def imitation_step(state: TrainState, batch: Demonstrations) -> tuple[TrainState, jax.Array]:
     trained, frozen = partition(model, state.params)
@@ -67,7 +76,3 @@ def make_imitation(
     out_shardings=(shardings, None),
     compiler_options=update_options(model.mesh.devices.flat),
   )
-
-
-def _cross_entropy(log_probs: jax.Array, entropy: jax.Array, weights: jax.Array) -> jax.Array:
-  return -masked_sum(weights * log_probs, weights > 0)

@@ -23,7 +23,7 @@ from gtpo_jax.training.head import (
   loss_and_log_probs,
 )
 from gtpo_jax.training.head_logits import Comparison
-from gtpo_jax.training.micro_batches import merge_parts, split_batch
+from gtpo_jax.training.packing import merge_parts, split_batch
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE
 
 

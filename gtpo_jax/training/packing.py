@@ -1,8 +1,9 @@
-"""Packs the completions of a prompt into fewer or shorter rows, which saves work on padding.
+"""Divides a batch: completions of a prompt into shared rows, and rows into micro-batches.
 
-All completions in a row belong to the same prompt. Each attends to the prompt's keys and values and
-to its own tokens. Packing therefore moves nothing between devices, and every statistic is computed
-per completion, packed or not.
+Shared rows are fewer or shorter, which saves work on padding. All completions in a row belong to
+the same prompt. Each attends to the prompt's keys and values and to its own tokens. Packing
+therefore moves nothing between devices, and every statistic is computed per completion, packed or
+not.
 
 Dimension letters: n prompts, g completions per prompt, t completion positions, w rows per prompt,
 s positions per row.
@@ -10,12 +11,16 @@ s positions per row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gtpo_jax.arrays import Packing, array_lengths, max_per_row
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import axis_size, batch_shards, constrain
 
 # A group is packed into 1/4, 2/4, 3/4 or 4/4 as many rows as it has completions, or 3/8. The fewest
 # rows may also be 1/2, 1/8 or 1/32 as long. More choices would save more padding, but every shape
@@ -127,3 +132,49 @@ def _fill(lengths: np.ndarray, w: int, s: int) -> _Layout | None:
     if used.max() > s or count.max() > max_completions:
       return None
   return layout
+
+
+def split_batch(batch: Any, parts: int, model: Transformer) -> Any:
+  """Splits arrays [n, ...] into [parts, n / parts, ...].
+
+  Every part contains prompts of every batch shard, which keeps all devices busy.
+  """
+
+  def split_array(x: jax.Array) -> jax.Array:
+    x = jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
+    return constrain(x, model.mesh, None, "batch")
+
+  return jax.tree.map(split_array, batch)
+
+
+def merge_parts(x: jax.Array) -> jax.Array:
+  """Merges one array [parts, n / parts, ...] into [n, ...]: the inverse of `split_batch`."""
+  x = jnp.moveaxis(x, 0, 1)
+  return x.reshape(-1, *x.shape[2:])
+
+
+def check_positions_divisible(max_tokens: int, model: Transformer) -> None:
+  """Checks that completion positions can be sharded over context and tensor."""
+  shards = axis_size(model.mesh, "sequence")
+  if axis_size(model.mesh, "position") > 1 and max_tokens % shards:
+    raise UserError(
+      f"sampling.max_tokens = {max_tokens} is not a multiple of mesh.context x mesh.tensor = "
+      f"{shards}; change sampling.max_tokens or the mesh"
+    )
+
+
+def check_batch_divisible(name: str, size: int, parts: int, model: Transformer) -> None:
+  """Checks that a batch can be split into equal parts, each sharded over the mesh's batch axes.
+
+  Args:
+    name: the config key of the batch size, for the message.
+    size: the batch size.
+    parts: the number of parts.
+    model: the model on its mesh.
+  """
+  shards = batch_shards(model.mesh)
+  if size % (parts * shards):
+    raise UserError(
+      f"{name} = {size} is not a multiple of {parts * shards}: {parts} part(s) x {shards} batch "
+      f"shard(s) of mesh {dict(model.mesh.shape)}; change {name} or the mesh"
+    )

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.declaration import is_decayed
 from gtpo_jax.models.lora import partition
 from gtpo_jax.models.params import Params, abstract_params
@@ -177,7 +178,9 @@ def adamw(
       eps,
       mu_dtype=momentum_dtype or None,
       weight_decay=weight_decay,
-      mask=_decayed,
+      mask=lambda params: jax.tree.map_with_path(
+        lambda path, _: is_decayed(tuple(key.key for key in path)), params
+      ),
     ),
   )
 
@@ -191,11 +194,6 @@ def clip_by_global_norm(grads: Params, max_norm: float) -> Params:
   norm = optax.global_norm(grads)
   factor = jnp.where(norm > max_norm, max_norm / norm, 1)
   return jax.tree.map(lambda x: x * factor.astype(x.dtype), grads)
-
-
-def _decayed(params: Params) -> Any:
-  """Returns a pytree of bools, True for the parameters that are declared with weight decay."""
-  return jax.tree.map_with_path(lambda path, _: is_decayed(tuple(key.key for key in path)), params)
 
 
 def init_state(params: Params, optimizer: Optimizer, model: Transformer) -> TrainState:
@@ -240,3 +238,31 @@ def abstract_state(model: Transformer, optimizer: Optimizer) -> TrainState:
   scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=replicated)
   coef = None if optimizer.entropy_coef is None else scalar(jnp.float32)
   return TrainState(scalar(jnp.int32), params, opt_state, coef)
+
+
+FLOAT16_SCALE = 2.0**13
+
+
+def loss_scale(config: ModelConfig) -> float:
+  """Returns the factor of the loss: 1 unless activations are float16 (1710.03740).
+
+  The smallest normal number of float16 is 6e-5. The loss is a mean over tokens, so the gradients of
+  activations are far smaller. The loss is multiplied by the factor, and the gradients of the
+  parameters are divided by it. If a gradient overflows, the update is skipped, as any update that
+  is not finite.
+  """
+  return FLOAT16_SCALE if config.compute_dtype == "float16" else 1.0
+
+
+def scaled(loss: Callable[..., jax.Array], scale: float) -> Callable[..., jax.Array]:
+  """Returns a function that returns `scale` times what `loss` returns."""
+  if scale == 1:
+    return loss
+  return lambda *arguments: scale * loss(*arguments)
+
+
+def unscale(gradient: Any, scale: float) -> Any:
+  """Returns the gradient of the loss from the scaled loss's."""
+  if scale == 1:
+    return gradient
+  return jax.tree.map(lambda x: (x / scale).astype(x.dtype), gradient)

@@ -25,7 +25,7 @@ from gtpo_jax.training.gradient import (
   UpdateSettings,
   make_gradient,
 )
-from gtpo_jax.training.micro_batches import split_batch
+from gtpo_jax.training.packing import split_batch
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
 from gtpo_jax.training.update_metrics import (
   UpdateMetrics,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.corrections import Corrections
-from gtpo_jax.algorithms.diagnostics import effective_sample_size, surprise_metrics
+from gtpo_jax.algorithms.loss import effective_sample_size, surprise_metrics
 from gtpo_jax.arrays import Rewards, Rollouts, masked_mean, mean_or_nan
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.experts.routing import RouterStatistics, expert_shares
@@ -70,6 +70,9 @@ def batch_metrics(
   token_correct = jnp.broadcast_to(correct[..., None], mask.shape)
   in_loss = loss_mask & own[..., None]
   wrong_sign = jnp.where(token_correct, advantages < 0, advantages > 0)
+  packing = rollouts.packing
+  inputs = rollouts.tokens if packing is None else packing.source
+  positions = rollouts.prompts.tokens.size + inputs.size
   metrics = {
     "entropy/mean": masked_mean(entropy, mask),
     "entropy/correct": mean_or_nan(entropy, judged_tokens & token_correct),
@@ -87,7 +90,8 @@ def batch_metrics(
     "advantage/sign_flips": masked_mean(wrong_sign, in_loss),
     "tokens/completion": rollouts.mask.sum(),
     "tokens/trained": loss_mask.sum(),
-    "tokens/padding": _padding_share(rollouts),
+    # Of the positions in the trainer's input.
+    "tokens/padding": 1 - (rollouts.prompts.lengths.sum() + rollouts.lengths.sum()) / positions,
   }
   metrics |= surprise_metrics(entropy, rollouts.log_probs, mask)
   if rewards.valid is not None:
@@ -207,12 +211,3 @@ def correction_metrics(
   if kept is not None:
     metrics["correction/masked"] = masked_mean(~kept, own)
   return metrics
-
-
-def _padding_share(rollouts: Rollouts) -> jax.Array:
-  """Returns the fraction of the positions in the trainer's input that are padding."""
-  prompts = rollouts.prompts
-  packing = rollouts.packing
-  completions = rollouts.tokens if packing is None else packing.source
-  positions = prompts.tokens.size + completions.size
-  return 1 - (prompts.lengths.sum() + rollouts.lengths.sum()) / positions

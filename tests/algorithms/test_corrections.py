@@ -9,7 +9,7 @@ import pytest
 
 from gtpo_jax.algorithms import make
 from gtpo_jax.algorithms.corrections import importance_weights, kept_completions
-from gtpo_jax.algorithms.diagnostics import effective_sample_size
+from gtpo_jax.algorithms.loss import effective_sample_size
 from gtpo_jax.runtime.errors import UserError
 
 MASK = jnp.asarray([[[True, True], [True, False]]])

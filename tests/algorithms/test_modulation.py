@@ -7,8 +7,7 @@ import pytest
 
 from gtpo_jax.algorithms import OBJECTIVES, make
 from gtpo_jax.algorithms.modulation import ConfidenceModulation, next_step, run_mean
-from gtpo_jax.algorithms.objectives import ObjectiveInputs
-from gtpo_jax.algorithms.objectives.future import discounted_future
+from gtpo_jax.algorithms.objectives import ObjectiveInputs, discounted_future
 
 E = np.exp
 

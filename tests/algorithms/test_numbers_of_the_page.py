@@ -7,11 +7,7 @@ import pytest
 
 from gtpo_jax.algorithms import OBJECTIVES, make, relative_entropy
 from gtpo_jax.algorithms.advantages import zscore
-from gtpo_jax.algorithms.objectives.ratios import (
-  geometric_sequence_ratio,
-  sequence_ratio,
-  token_ratio,
-)
+from gtpo_jax.algorithms.ratios import geometric_sequence_ratio, sequence_ratio, token_ratio
 from gtpo_jax.algorithms.relative_entropy import (
   completion_entropy,
   effective_participants,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.algorithms.objectives import ratios
+from gtpo_jax.algorithms import ratios
 
 RATIOS = {
   "token": jax.jit(ratios.token_ratio),

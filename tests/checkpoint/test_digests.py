@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from meshes import mesh_of
 
-from gtpo_jax.checkpoint.digests import digest_file, digest_leaves, digest_tree
+from gtpo_jax.checkpoint import integrity
+from gtpo_jax.checkpoint.integrity import digest_file, digest_leaves, digest_tree
 from gtpo_jax.runtime.mesh import named_sharding
 
 
@@ -80,10 +81,8 @@ def test_order_shape_type_and_name_change_the_digest():
 def test_large_files_are_identified_by_their_size(tmp_path, monkeypatch):
   from etils import epath
 
-  from gtpo_jax.checkpoint import digests
-
   file = epath.Path(tmp_path / "a")
   file.write_bytes(b"abc")
   assert digest_file(file) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-  monkeypatch.setattr(digests, "MAX_HASHED_BYTES", 2)
+  monkeypatch.setattr(integrity, "MAX_HASHED_BYTES", 2)
   assert digest_file(file) == "3 bytes"

@@ -24,7 +24,7 @@ from gtpo_jax.checkpoint.integrity import (
   write_integrity_record,
 )
 from gtpo_jax.checkpoint.opening import open_run, run_params
-from gtpo_jax.checkpoint.reader import read_checkpoint
+from gtpo_jax.checkpoint.steps import read_checkpoint
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.transformer import Transformer

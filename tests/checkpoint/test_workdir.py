@@ -15,12 +15,12 @@ from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.checkpoint.workdir import claim, load_config
 from gtpo_jax.config import Config, difference, freeze, resolved_dict
 from gtpo_jax.config.monitoring import CheckpointSection
+from gtpo_jax.logs.curves import draw_curves
 from gtpo_jax.logs.journal import Journal
 from gtpo_jax.logs.log_files import read_jsonl
-from gtpo_jax.report.curves import draw_curves
+from gtpo_jax.logs.spool import open_logs
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.storage.paths import storage_path
-from gtpo_jax.storage.spool import open_logs
+from gtpo_jax.runtime.paths import storage_path
 
 ROOT = Path(__file__).parents[2]
 OWNER = """

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
 from gtpo_jax.data.chat_template import check_variables
 from gtpo_jax.data.records import user
-from gtpo_jax.models.hf.tokenizer import save_tokenizer
+from gtpo_jax.models.hf.save import save_tokenizer
 from gtpo_jax.runtime.errors import UserError
 
 QWEN3 = (

@@ -17,7 +17,7 @@ import jax
 import gtpo_jax.checkpoint.steps
 import gtpo_jax.config.updates
 import gtpo_jax.loop.evaluations
-import gtpo_jax.warm_start
+import gtpo_jax.loop.warm_start
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.cli import main
 from gtpo_jax.environments import Step
@@ -178,7 +178,7 @@ def mark(point, reached):
   elif point == "turn":  # an environment is about to answer
     before(Episodes, "answer", reached)
   elif point == "warm start":
-    after(gtpo_jax.warm_start, "demonstrations", reached)
+    after(gtpo_jax.loop.warm_start, "demonstrations", reached)
   else:
     raise ValueError(point)
 

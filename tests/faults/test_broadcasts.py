@@ -6,7 +6,7 @@ from processes import start_together
 
 PROGRAM = """
 import jax
-from gtpo_jax.logs.compiles import compile_count
+from gtpo_jax.logs.profile import compile_count
 from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
 compile_count()

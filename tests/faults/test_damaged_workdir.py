@@ -11,8 +11,8 @@ import pytest
 from small_run import logs, train
 
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
+from gtpo_jax.cli.report.report import make_report
 from gtpo_jax.logs.log_files import read_jsonl
-from gtpo_jax.report.report import make_report
 from gtpo_jax.runtime.errors import UserError
 
 DEEP = "[" * 100_000

@@ -12,9 +12,9 @@ import pytest
 from judge_server import serving
 from processes import ROOT, SETTINGS, command, environment, read_result, run_py, start_together
 
+from gtpo_jax.cli.report.overview import judge_cost
+from gtpo_jax.cli.report.runs import read_run
 from gtpo_jax.logs.log_files import read_jsonl
-from gtpo_jax.report.overview import judge_cost
-from gtpo_jax.report.runs import read_run
 from gtpo_jax.rewards.judge.judge import PROBE
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from object_store import CUT
 from processes import ROOT, environment, read_result, start_two
 from processes import SETTINGS as LONGER
 
-from gtpo_jax.storage.paths import storage_path
+from gtpo_jax.runtime.paths import storage_path
 
 pytestmark = pytest.mark.slow
 SETTINGS = {**LONGER, "steps": 4}

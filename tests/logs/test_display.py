@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from gtpo_jax.logs import display as display_module
-from gtpo_jax.logs.display import Display
-from gtpo_jax.logs.panel import one_line
+from gtpo_jax.logs.display import Display, one_line
 from gtpo_jax.runtime.device_errors import phase
 
 METRICS = {

@@ -3,7 +3,7 @@
 import pytest
 from test_display import METRICS
 
-from gtpo_jax.logs.panel import one_line, packed, panel_lines, shortened, sparkline, speeds
+from gtpo_jax.logs.display import one_line, packed, panel_lines, shortened, sparkline, speeds
 
 
 @pytest.mark.parametrize("steps", [1, 5, 32])

@@ -26,7 +26,7 @@ from hf_folders import (
 from meshes import mesh_of
 
 from gtpo_jax.models import PRESETS, Transformer, abstract_params, load, save, save_adapter
-from gtpo_jax.models.attention.rope_scaling import Llama3Scaling
+from gtpo_jax.models.attention.rope import Llama3Scaling
 from gtpo_jax.models.config import LORA_TARGETS
 from gtpo_jax.models.hf.config_json import read_config, to_hf_config
 from gtpo_jax.models.hf.weights import hf_from_params, hf_shapes

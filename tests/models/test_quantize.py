@@ -17,9 +17,9 @@ from toys import config_of
 
 from gtpo_jax.models import PRESETS, abstract_params, init_params, load, save
 from gtpo_jax.models.config import Lora
-from gtpo_jax.models.formats.quantize import dequantize, quantize, scale_shape
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.lora import add_lora, merge_lora, without_lora
+from gtpo_jax.models.number_formats import dequantize, quantize, scale_shape
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import single_device_mesh

@@ -20,9 +20,9 @@ from gtpo_jax import models
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.workdir import claim, load_config
 from gtpo_jax.config import default_config, freeze
-from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
+from gtpo_jax.logs.profile import compile_count
 from gtpo_jax.python.inputs import resolve_inputs
 from gtpo_jax.runtime.errors import RunError, UserError
 

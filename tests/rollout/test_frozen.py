@@ -16,9 +16,9 @@ from experience_cases import (
   random_worker,
 )
 
+from gtpo_jax.arrays import KeyStream, key_for
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
-from gtpo_jax.checkpoint.digests import digest_tree
-from gtpo_jax.keys import KeyStream, key_for
+from gtpo_jax.checkpoint.integrity import digest_tree
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train

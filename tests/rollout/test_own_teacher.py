@@ -11,12 +11,12 @@ from experience_cases import (
 )
 
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
+from gtpo_jax.cli.planning.run_programs import RunPrograms, build_model
+from gtpo_jax.cli.planning.search import Search
 from gtpo_jax.config.updates import frozen_bytes
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train
 from gtpo_jax.models.params import abstract_params
-from gtpo_jax.planning.run_programs import RunPrograms, build_model
-from gtpo_jax.planning.search import Search
 from gtpo_jax.rollout.frozen import check_frozen, load_frozen
 from gtpo_jax.runtime.chips import CHIPS
 from gtpo_jax.runtime.errors import UserError

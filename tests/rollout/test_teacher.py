@@ -15,9 +15,11 @@ from experience_cases import (
 )
 from toys import LLAMA, save_llama
 
-from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
+from gtpo_jax.checkpoint.opening import teacher_model
 from gtpo_jax.checkpoint.provenance import check_provenance
+from gtpo_jax.cli.planning.run_programs import RunPrograms, build_model
+from gtpo_jax.cli.planning.search import Search
 from gtpo_jax.config import resolve_model, resolved_dict
 from gtpo_jax.config.updates import frozen_bytes, run_demand
 from gtpo_jax.logs.display import Display
@@ -25,8 +27,6 @@ from gtpo_jax.loop import train as train_run
 from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.hf.save import save
 from gtpo_jax.models.params import abstract_params, matmul_params
-from gtpo_jax.planning.run_programs import RunPrograms, build_model
-from gtpo_jax.planning.search import Search
 from gtpo_jax.rollout.frozen import check_frozen, load_frozen
 from gtpo_jax.rollout.groups import batch_like
 from gtpo_jax.runtime.chips import CHIPS

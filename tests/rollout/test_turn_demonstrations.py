@@ -5,16 +5,16 @@ import time
 import numpy as np
 import pytest
 
-from gtpo_jax import warm_start
 from gtpo_jax.config import freeze, load
 from gtpo_jax.environments.examples.guess import Guess
 from gtpo_jax.environments.turns import Step
 from gtpo_jax.environments.writers import Recorded
+from gtpo_jax.loop import warm_start
+from gtpo_jax.loop.warm_start import TurnTeacher, demonstrations
 from gtpo_jax.rollout.episodes.demonstrations import play
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.warm_start import TurnTeacher, demonstrations
 
 
 def texts(worker, demonstration):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.planning.topology import topology_devices, without_compile_cache
+from gtpo_jax.cli.planning.topology import topology_devices, without_compile_cache
 from gtpo_jax.runtime.compiler_options import OPTIONS, update_options
 
 PIPELINED = {

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.logs.compiles import compile_count
+from gtpo_jax.logs.profile import compile_count
 from gtpo_jax.runtime.compiling import StoppableProgram, stoppable_compiles
 from gtpo_jax.runtime.signals import Stopped
 

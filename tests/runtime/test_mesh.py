@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
-from gtpo_jax.planning.topology import LIBTPU_ENVIRONMENT
+from gtpo_jax.cli.planning.topology import LIBTPU_ENVIRONMENT
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import (

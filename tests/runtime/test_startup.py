@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from gtpo_jax.logs import compiles
-from gtpo_jax.logs.compiles import compile_count, describe_compile_cache
+from gtpo_jax.logs import profile
+from gtpo_jax.logs.profile import compile_count, describe_compile_cache
 from gtpo_jax.runtime import startup
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.startup import (
@@ -186,12 +186,12 @@ def test_programs_are_written_to_the_workdir_and_found_there(default_cache, monk
   place_compile_cache(default_cache / "run")
   program = lambda x: jax.numpy.sin(x) @ jax.numpy.cos(x.T)
   compile_count()
-  found = compiles._found
+  found = profile._found
   jax.jit(program)(np.ones((3, 5)))
   assert list((default_cache / "run" / "compile_cache").glob("*-cache"))
   jax.clear_caches()
   jax.jit(program)(np.ones((3, 5)))
-  assert compiles._found == found + 1
+  assert profile._found == found + 1
   assert describe_compile_cache().startswith(
     f"the compile cache {default_cache}/run/compile_cache "
   )

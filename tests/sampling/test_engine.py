@@ -22,7 +22,7 @@ from small import (
   trainer_scores,
 )
 
-from gtpo_jax.logs.compiles import compile_count
+from gtpo_jax.logs.profile import compile_count
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.inventory import Workload, reachable, warm_up
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams

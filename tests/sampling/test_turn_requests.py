@@ -11,7 +11,7 @@ from small import RAGGED_PROMPTS, STOP, assert_same, build, log_prob_errors, sam
 from test_adding_rows import CHUNK, LIMIT, SHAPES, make_rows, make_scheduler
 
 from gtpo_jax.data.chat import TextStream, load_chat
-from gtpo_jax.logs.compiles import compile_count
+from gtpo_jax.logs.profile import compile_count
 from gtpo_jax.sampling.chunk import Chunk
 from gtpo_jax.sampling.completion import Completion, Prompt
 from gtpo_jax.sampling.inventory import Workload, warm_up

@@ -8,9 +8,9 @@ import signal
 import sys
 
 from gtpo_jax.cli import main
-from gtpo_jax.models.hf import atomic_folder
-from gtpo_jax.storage.record_log import RecordLog
+from gtpo_jax.models.hf import folder
 from gtpo_jax.tinker import models
+from gtpo_jax.tinker.ledger.record_log import RecordLog
 from gtpo_jax.tinker.ledger.submissions import Submissions
 from gtpo_jax.tinker.models import TrainedModel
 from gtpo_jax.tinker.saved_weights import Store
@@ -50,7 +50,7 @@ def arm(place, count):
 
 
 if __name__ == "__main__":
-  assert atomic_folder.MANIFEST  # what is replaced at the end
+  assert folder.MANIFEST  # what is replaced at the end
   if sys.argv[1] != "never":
     arm(sys.argv[1], int(sys.argv[2]))
   import gtpo_jax.tinker.trainer as trainer

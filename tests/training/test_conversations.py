@@ -10,8 +10,8 @@ from scores import jitted_score
 from update_cases import CONFIG
 
 from gtpo_jax.models import Transformer, init_params
-from gtpo_jax.models.attention.cudnn import attend_with_cudnn
 from gtpo_jax.models.attention.flash import attend_in_blocks
+from gtpo_jax.models.attention.kernels import attend_with_cudnn
 from gtpo_jax.models.attention.sources import KV, AttentionContext
 from gtpo_jax.models.transformer import _ranges
 from gtpo_jax.runtime.mesh import single_device_mesh

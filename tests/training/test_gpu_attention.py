@@ -15,7 +15,7 @@ from meshes import mesh_of
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models import PRESETS
 from gtpo_jax.models.attention import causal
-from gtpo_jax.models.attention.cudnn import attend_with_cudnn
+from gtpo_jax.models.attention.kernels import attend_with_cudnn
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.training.log_probs import Reading, head_settings, loss_and_score

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.runtime.mesh import MESH_AXES, single_device_mesh
-from gtpo_jax.training.head_chunk import default_chunk
+from gtpo_jax.training.head_logits import default_chunk
 
 VOCAB = 151_936
 

@@ -13,7 +13,7 @@ from gtpo_jax.models.params import init_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.training.log_probs import Reading, head_settings, loss_and_score
-from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
+from gtpo_jax.training.state import loss_scale, scaled, unscale
 
 N, G, T = 4, 4, 32
 TOKENS = 32_768  # of the batch that these are a part of

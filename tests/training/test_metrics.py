@@ -16,7 +16,7 @@ from update_cases import (
   single_device_model,
 )
 
-from gtpo_jax.algorithms.diagnostics import surprise_metrics
+from gtpo_jax.algorithms.loss import surprise_metrics
 from gtpo_jax.training.update_metrics import batch_metrics
 
 

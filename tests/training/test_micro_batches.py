@@ -6,7 +6,7 @@ from update_cases import CONFIG
 
 from gtpo_jax.models import Transformer
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.training.micro_batches import check_batch_divisible, check_positions_divisible
+from gtpo_jax.training.packing import check_batch_divisible, check_positions_divisible
 
 pytestmark = pytest.mark.devices
 

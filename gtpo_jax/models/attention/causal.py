@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gtpo_jax.models.attention.context_parallel import (
+from gtpo_jax.models.attention.flash import (
+  attend_in_blocks,
   balanced_queries,
   contiguous_queries,
   exchange_halves,
 )
-from gtpo_jax.models.attention.cudnn import attend_with_cudnn
-from gtpo_jax.models.attention.flash import attend_in_blocks
+from gtpo_jax.models.attention.kernels import attend_with_cudnn, attend_with_splash
 from gtpo_jax.models.attention.sources import KV, AttentionContext
-from gtpo_jax.models.attention.splash import attend_with_splash
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.runtime.chips import AMPERE, compute_capability
 from gtpo_jax.runtime.errors import UserError
@@ -105,9 +104,6 @@ def attend_causally(
 
   Returns:
     [n, g, h, s, e], split like `q`.
-
-  Raises:
-    UserError: the number of query heads is not a multiple of the tensor axis.
   """
   n, _, h, s, _ = q.shape
   kv_heads = context.own.v.shape[2]

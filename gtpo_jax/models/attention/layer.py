@@ -93,9 +93,9 @@ class Attention(nn.Module):
     qk_norm = c.family.qk_norm
     over_width = (self.q_norm, self.k_norm, None) if qk_norm == "width" else (None,) * 3
     projections = zip((self.q, self.k, self.v), over_width, strict=True)
+    clip = (lambda y: jnp.clip(y, -c.clip_qkv, c.clip_qkv)) if c.clip_qkv else (lambda y: y)
     q, k, v = (
-      jnp.swapaxes(self._clipped(normalised(norm, project(x))), 2, 3)
-      for project, norm in projections
+      jnp.swapaxes(clip(normalised(norm, project(x))), 2, 3) for project, norm in projections
     )
     gate = None
     if c.family.output_gate:
@@ -103,11 +103,6 @@ class Attention(nn.Module):
     if qk_norm == "head":
       q, k = self.q_norm(q), self.k_norm(k)
     return in_pairs(q, c.rotated), in_pairs(k, c.rotated), v, gate
-
-  def _clipped(self, x: jax.Array) -> jax.Array:
-    """Bounds queries, keys or values, if the model does."""
-    bound = self.config.clip_qkv
-    return jnp.clip(x, -bound, bound) if bound else x
 
   def _attend(self, q: jax.Array, context: AttentionContext, gate: jax.Array | None) -> jax.Array:
     attended = attend_causally(self.config, self.mesh, q, context, self.kind.window)

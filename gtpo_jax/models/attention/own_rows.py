@@ -41,7 +41,7 @@ def in_own_rows(q: jax.Array, context: AttentionContext, multiple: int) -> OwnRo
   if context.prompt is not None:
     prompt_lengths = context.prompt_mask[:, 0].sum(-1)
     prompt_positions = context.prompt.v.shape[3] - 1  # the last token is the completion's input
-  length = _round_up(prompt_positions + s, multiple)
+  length = -(-(prompt_positions + s) // multiple) * multiple
   to_rows, from_rows = _range_indices(ranges, prompt_lengths, length)
 
   flat = lambda x: jnp.moveaxis(x, 2, 3).reshape(n, -1, x.shape[2], e)  # [n, positions, heads, e]
@@ -126,22 +126,14 @@ def move(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
   return jnp.where(expand(index) < 0, jnp.zeros((), x.dtype), moved)
 
 
-def _move_forward(x: jax.Array, index: jax.Array, inverse: jax.Array) -> tuple[jax.Array, tuple]:
-  return move(x, index, inverse), (index, inverse)
-
-
 def _move_backward(indices: tuple, d_out: jax.Array) -> tuple[jax.Array, None, None]:
   index, inverse = indices
   return move(d_out, inverse, index), None, None
 
 
-move.defvjp(_move_forward, _move_backward)
+move.defvjp(lambda x, index, inverse: (move(x, index, inverse), (index, inverse)), _move_backward)
 
 
 def _valid(index: jax.Array, size: int) -> jax.Array:
   """Returns `index` where it is within 0 .. size - 1, else -1."""
   return jnp.where((index >= 0) & (index < size), index, -1)
-
-
-def _round_up(size: int, multiple: int) -> int:
-  return -(-size // multiple) * multiple

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.models.formats.products import matmul_float32
+from gtpo_jax.models.number_formats import matmul_float32
 
 MASKED = -1e30  # the score of a masked key; finite, so that a query without any key has no NaN
 

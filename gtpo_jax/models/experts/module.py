@@ -20,8 +20,8 @@ from gtpo_jax.models.config import DTYPES, EXPERTS, ModelConfig
 from gtpo_jax.models.declaration import AxisRoles, declare
 from gtpo_jax.models.experts.products import experts_output, plan_rows
 from gtpo_jax.models.experts.routing import Routing, route
-from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.layers import MATRIX_INIT, Activation, Dense, Matrix, declare_matrix, gated
+from gtpo_jax.models.number_formats import einsum
 from gtpo_jax.runtime.mesh import (
   all_gather_axis,
   axis_size,
@@ -199,7 +199,7 @@ class Experts(nn.Module):
     x, ids, weights = map(gather, (x, ids, weights))
     here = len(matrices[0].kernel)
     ids = jnp.where(ids < 0, -1, ids - shard_index("expert") * here)
-    rows = plan_rows(ids, here, self._platform, c.mixture.experts // here)
+    rows = plan_rows(ids, here, self.mesh.devices.flat[0].platform, c.mixture.experts // here)
     scale = c.lora.scale if c.lora.rank else 0.0
     precision = c.matmul_precision
     out = experts_output(x, weights, rows, matrices, self.activation, precision, scale)
@@ -225,10 +225,6 @@ class Experts(nn.Module):
       return all_gather_axis(x, "expert_embed", names.index("expert_embed"))
 
     return Matrix(*map(gather, matrix, axes))
-
-  @property
-  def _platform(self) -> str:
-    return self.mesh.devices.flat[0].platform
 
 
 def _is_axes(x: Any) -> bool:

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.models.attention.own_rows import move
-from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.layers import Activation, Matrix, gated
+from gtpo_jax.models.number_formats import einsum
 
 # About so many blocks of an expert have rows: more would copy the matrices more often, and fewer
 # would have more padding.

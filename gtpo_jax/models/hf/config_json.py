@@ -12,8 +12,7 @@ from typing import Any
 
 from gtpo_jax.models.config import EXPERTS, ModelConfig
 from gtpo_jax.models.families import FAMILIES, MATRICES, MULTIMODAL, NOT_COVERED, Family
-from gtpo_jax.models.hf.json_values import flag, number, shown, size
-from gtpo_jax.models.hf.known_keys import check_supported, unused_keys
+from gtpo_jax.models.hf.json_values import check_supported, flag, number, shown, size, unused_keys
 from gtpo_jax.models.hf.rope_json import (
   FULL,
   LINEAR,
@@ -27,7 +26,7 @@ from gtpo_jax.models.hf.rope_json import (
 from gtpo_jax.models.kinds import DELTA, DeltaSizes, LayerKind, Mixture
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import ABOVE_0
-from gtpo_jax.storage.files import printable, read_json
+from gtpo_jax.runtime.files import printable, read_json
 
 # Settings that only models of these kinds have.
 KINDS_OF_MODELS = {
@@ -111,9 +110,6 @@ def describe_unused_keys(folder: Path) -> str:
   """Returns one line about the keys of config.json that are not used, or the empty string.
 
   Keys that have no effect on a model of this family do not count.
-
-  Raises:
-    UserError: the model is not supported.
   """
   path = str(folder / "config.json")
   names = unused_keys(*_text_values(read_json(folder, "config.json"), path))
@@ -419,9 +415,6 @@ def source_defaults(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
   """Returns what an export keeps of config.json and of generation_config.json of its source.
 
   These are the beginning-of-text id and the sampling defaults. Training depends on neither.
-
-  Raises:
-    UserError: a file is not valid JSON or leads out of the folder.
   """
   config = read_json(folder, "config.json")
   generation = {}

@@ -1,17 +1,39 @@
-"""Finds Hugging Face model folders, on disk or on the hub."""
+"""Finds Hugging Face folders, on disk or on the hub, and writes them atomically.
+
+A written folder appears with all its files and checksums, or not at all. An object store cannot
+rename a folder. There the files are written where they belong, and the checksums last: a folder
+without checksums is incomplete.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import glob
 import hashlib
 import json
+import os
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import numpy as np
 from etils import epath
+from jax.experimental.multihost_utils import broadcast_one_to_all, sync_global_devices
 
-from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.storage.paths import PACKAGES, is_remote, scheme, storage_errors, storage_path
+from gtpo_jax.runtime.errors import RunError, UserError, first_line
+from gtpo_jax.runtime.paths import (
+  PACKAGES,
+  check_object_writable,
+  is_remote,
+  list_files,
+  scheme,
+  storage_errors,
+  storage_path,
+  storage_reason,
+)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja", "tokenizer.model")
@@ -28,7 +50,14 @@ def find(name: str) -> Path:
     UserError: there is no such folder, and no such model in the cache or on the hub.
   """
   if is_remote(name) and scheme(name) in PACKAGES:
-    return _from_object_store(name)
+    folder = storage_path(name)
+    with storage_errors(f"cannot read {name!r}", UserError):
+      if not (folder / "config.json").exists():
+        raise UserError(
+          f"no model and no run at {name!r}: there is no config.json; name the workdir of a run or "
+          "a model folder"
+        )
+    return folder
   folder = Path(name)
   is_folder = False
   try:
@@ -55,17 +84,6 @@ def _checked(folder: Path, name: str) -> Path:
       "peft: AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload()"
       ".save_pretrained(FOLDER), and save the tokenizer there too"
     )
-  return folder
-
-
-def _from_object_store(name: str) -> epath.Path:
-  folder = storage_path(name)
-  with storage_errors(f"cannot read {name!r}", UserError):
-    if not (folder / "config.json").exists():
-      raise UserError(
-        f"no model and no run at {name!r}: there is no config.json; name the workdir of a run or a "
-        "model folder"
-      )
   return folder
 
 
@@ -117,3 +135,80 @@ def is_hf_folder(folder: Path) -> bool:
   except (OSError, ValueError, RecursionError):
     return False
   return isinstance(values, dict) and "model_type" in values
+
+
+MANIFEST = "SHA256SUMS"
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: epath.Path) -> Iterator[epath.Path | None]:
+  """Yields a temporary folder; on exit a manifest is added and it is renamed to `folder`.
+
+  If the body raises, the temporary folder is deleted. In an object store `folder` itself takes the
+  place of the temporary folder. Every process must enter the context. The first process gets the
+  temporary folder and writes the files; the others get None, and their context exits once `folder`
+  exists.
+
+  Raises:
+    UserError: `folder` is not empty or cannot be created (every process raises this), or a file
+      cannot be written.
+  """
+  if not is_remote(folder):
+    folder = epath.Path(os.path.abspath(folder))  # a folder cannot be renamed to "."
+  out = None
+  finished = False
+  failure = None
+  if jax.process_index() == 0:
+    try:
+      out = _make_temporary(folder)
+    except UserError as error:
+      failure = error
+  if broadcast_one_to_all(np.bool_(failure is not None)):
+    raise failure or UserError(f"cannot write {str(folder)!r}: see the error of process 0")
+  try:
+    yield out
+    if out is not None:
+      # In the format that `sha256sum -c` reads.
+      lines = [f"{_sha256(out / name)}  {name}\n" for name in sorted(list_files(out))]
+      (out / MANIFEST).write_text("".join(lines))
+      if not is_remote(out):
+        os.replace(out, folder)  # epath refuses an empty folder
+    finished = True
+    sync_global_devices("saved")
+  except Exception as error:
+    in_store = is_remote(folder) and not isinstance(error, UserError | RunError)
+    if not in_store and not isinstance(error, OSError):  # object stores raise many types
+      raise
+    raise UserError(f"cannot write {str(folder)!r}: {storage_reason(error)}") from error
+  finally:
+    if out is not None and not (finished and is_remote(out)):
+      with contextlib.suppress(Exception):
+        out.rmtree()
+
+
+def _make_temporary(folder: epath.Path) -> epath.Path:
+  """Creates the temporary folder beside `folder`, and deletes what killed processes left."""
+  if is_remote(folder):
+    with storage_errors(f"cannot write {str(folder)!r}", UserError):
+      if folder.exists():
+        complete = (folder / MANIFEST).exists()
+        state = "not empty" if complete else f"not empty, and incomplete: it has no {MANIFEST}"
+        raise UserError(f"{str(folder)!r} is {state}; remove it, or name a new folder")
+      check_object_writable(folder / MANIFEST)
+    return folder
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise UserError(f"{str(folder)!r} is not empty; name a new folder")
+  try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
+      shutil.rmtree(old)
+    out = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    out.mkdir()
+  except OSError as error:
+    raise UserError(f"cannot write {str(folder)!r}: {error.strerror}") from error
+  return out
+
+
+def _sha256(file: epath.Path) -> str:
+  with file.open("rb") as opened:
+    return hashlib.file_digest(opened, "sha256").hexdigest()

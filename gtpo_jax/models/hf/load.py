@@ -1,6 +1,8 @@
 """Reads Hugging Face folders. Each process reads only the slices that its devices need, each once.
 
-Nothing in a folder is ever executed: safetensors and JSON are data, and pickles are rejected.
+Nothing in a folder is ever executed: safetensors and JSON are data, and pickles are rejected. Of
+models that have other parts than text, only the text model is loaded and trained; an export carries
+the rest over from its source.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +25,19 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from gtpo_jax.models.config import DTYPES
-from gtpo_jax.models.formats.quantize import quantize
-from gtpo_jax.models.hf.config_json import describe_unused_keys, read_config
+from gtpo_jax.models.families import FAMILIES
+from gtpo_jax.models.hf.config_json import describe_unused_keys, is_multimodal, read_config
 from gtpo_jax.models.hf.folder import find
-from gtpo_jax.models.hf.multimodal import parts_of
 from gtpo_jax.models.hf.weights import read_hf
 from gtpo_jax.models.lora import without_lora
+from gtpo_jax.models.number_formats import quantize
 from gtpo_jax.models.params import Params, declared_params, param_shardings, scale_path
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.distributed import is_first_process
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.files import printable, read_json, safe_join
 from gtpo_jax.runtime.mesh import single_device_mesh
-from gtpo_jax.storage.files import printable, read_json, safe_join
-from gtpo_jax.storage.paths import is_remote, read_range, storage_errors
+from gtpo_jax.runtime.paths import is_remote, read_range, storage_errors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -85,7 +87,10 @@ def read_params(model: Transformer, folder: Path) -> Params:
   replace = None
   params = {}
   names = []
-  for path, x in read_hf(without_lora(model), _text_tensors(folder)):
+  tensors = stored_tensors(folder)
+  parts = parts_of(read_json(folder, "config.json"), tensors)
+  of_text = {name: tensors[stored] for name, stored in parts.text.items()}
+  for path, x in read_hf(without_lora(model), of_text):
     replace = replace or _quantizer(model)  # only now, since the sizes in config.json are right
     if not bool(finite(x)):
       names.append("/".join(path))
@@ -95,13 +100,6 @@ def read_params(model: Transformer, folder: Path) -> Params:
       f"the weights in {str(folder)!r} contain NaN or infinity, in {', '.join(sorted(names)[:8])}"
     )
   return unflatten_dict(params)
-
-
-def _text_tensors(folder: Path) -> dict[str, StoredTensor]:
-  """Returns the tensors of the text model, by their names in a folder of text only."""
-  tensors = stored_tensors(folder)
-  parts = parts_of(read_json(folder, "config.json"), tensors)
-  return {name: tensors[stored] for name, stored in parts.text.items()}
 
 
 @functools.cache
@@ -174,11 +172,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-  """Returns every tensor of a folder by name. Checks headers and index but reads no data.
-
-  Raises:
-    UserError: a file is damaged, the index is wrong, or a dtype is not supported.
-  """
+  """Returns every tensor of a folder by name. Checks headers and index but reads no data."""
   tensors: dict[str, StoredTensor] = {}
   for file, indexed in _files(folder):
     header = _header(file)
@@ -257,11 +251,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]]:
-  """Returns the entries of a safetensors file by tensor name, with offsets from the file's start.
-
-  Raises:
-    UserError: the file is not valid safetensors, or a name appears twice.
-  """
+  """Returns the entries of a safetensors file by tensor name; offsets count from its start."""
   try:
     if not is_remote(file):
       with safetensors.safe_open(file, framework="numpy"):
@@ -287,11 +277,7 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_offsets(entries: list[tuple[str, list]], size: int) -> None:
-  """Checks what the library checks in a file that it opens itself.
-
-  Raises:
-    ValueError: the tensors do not fill the `size` bytes of data, each once.
-  """
+  """Checks what the library checks in a file that it opens itself."""
   end = 0
   tensors = [dict(entry) for name, entry in entries if name != "__metadata__"]
   for entry in sorted(tensors, key=lambda entry: entry["data_offsets"]):
@@ -304,3 +290,52 @@ def _check_offsets(entries: list[tuple[str, list]], size: int) -> None:
     end = stop
   if end != size:
     raise ValueError(f"its tensors have {end} bytes, the file has {size}")
+
+
+# What replaces the start of the names of a text model's tensors: first as Transformers saves such
+# models, then as version 5 names the tensors in memory.
+PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+HEAD = "lm_head."
+TEXT_MODULE = "language_model"  # of the whole model, where adapters are
+# Files that programs need to prepare what is not text.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+class Parts(NamedTuple):
+  """The names of the tensors of a folder."""
+
+  text: dict[str, str]  # of the text model, by their names in a folder of text only
+  others: list[str]
+
+
+def parts_of(config: dict[str, Any], names: Iterable[str]) -> Parts:
+  """Returns the names of the tensors of a folder with this config.json."""
+  if is_multimodal(config):
+    return split_names(names)
+  untrained = _untrained(config)
+  names = list(names)
+  others = [name for name in names if name.startswith(untrained)]
+  return Parts({name: name for name in names if name not in others}, others)
+
+
+def has_others(config: dict[str, Any]) -> bool:
+  """Returns whether a folder with this config.json may have tensors that are not loaded."""
+  return is_multimodal(config) or bool(_untrained(config))
+
+
+def _untrained(config: dict[str, Any]) -> tuple[str, ...]:
+  return FAMILIES[config["model_type"]].untrained
+
+
+def split_names(names: Iterable[str]) -> Parts:
+  """Separates the names of the text model's tensors from the others."""
+  parts = Parts({}, [])
+  for name in names:
+    prefix = next(filter(name.startswith, PREFIXES), None)
+    if prefix:
+      parts.text[PREFIXES[prefix] + name.removeprefix(prefix)] = name
+    elif name.startswith(HEAD):
+      parts.text[name] = name
+    else:
+      parts.others.append(name)
+  return parts

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gtpo_jax.models.attention.rope_scaling import Linear, Llama3Scaling, RopeScaling, Yarn
+from gtpo_jax.models.attention.rope import Linear, Llama3Scaling, RopeScaling, Yarn
 from gtpo_jax.models.families import Family
 from gtpo_jax.models.hf.json_values import number, shown, size
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import ABOVE_1
 from gtpo_jax.runtime.fields import SHARE as A_SHARE
-from gtpo_jax.storage.files import printable
+from gtpo_jax.runtime.files import printable
 
 # types of layers
 FULL, SLIDING, LINEAR = ("full_attention", "sliding_attention", "linear_attention")
@@ -58,13 +58,12 @@ ROPE_TYPES = {
 def read_ropes(
   values: dict[str, Any], family: Family, path: str, context: int
 ) -> tuple[float, RopeScaling | None, float | None]:
-  """Returns `read_rope` of the layers, and the base of layers with a window if it is their own.
-
-  Raises:
-    UserError: as there; or the angles within windows are scaled.
-  """
+  """Returns `read_rope` of the layers, and the base of layers with a window if it is their own."""
   if family.rope_share:
-    values = _without_share(values)
+    # Without the share, and without keys that only images need.
+    kept = lambda rope: {k: x for k, x in rope.items() if k not in (SHARE, *OF_IMAGES)}
+    ropes = {key: values[key] for key in ROPE_KEYS if isinstance(values.get(key), dict)}
+    values = values | {key: kept(rope) for key, rope in ropes.items()}
   both = values.get("rope_parameters")
   key = family.local_theta
   if not key:
@@ -88,23 +87,12 @@ def read_ropes(
 
 
 def read_share(values: dict[str, Any], family: Family, path: str) -> float:
-  """Returns the share of the features of a head that are rotated.
-
-  Raises:
-    UserError: it is not from 0 to 1.
-  """
+  """Returns the share of the features of a head that are rotated."""
   if not family.rope_share:
     return 1.0  # another one is refused elsewhere
   both = [values, *(values.get(key) for key in ROPE_KEYS)]
   stated = [x for x in both if isinstance(x, dict) and x.get(SHARE) is not None]
   return number(stated[-1], SHARE, path, A_SHARE) if stated else family.rope_share
-
-
-def _without_share(values: dict[str, Any]) -> dict[str, Any]:
-  """Returns the settings without the share, and without what only images need."""
-  kept = lambda rope: {k: x for k, x in rope.items() if k not in (SHARE, *OF_IMAGES)}
-  ropes = {key: values[key] for key in ROPE_KEYS if isinstance(values.get(key), dict)}
-  return values | {key: kept(rope) for key, rope in ropes.items()}
 
 
 def read_rope(
@@ -119,9 +107,6 @@ def read_rope(
     path: the file, for the message of an error.
     context: positions that the model was trained for.
     default: the base if there is none.
-
-  Raises:
-    UserError: a setting is not supported or out of bounds.
   """
   for key in ROPE_KEYS:
     if not isinstance(values.get(key) or {}, dict):
@@ -130,7 +115,14 @@ def read_rope(
   older = values.get("rope_scaling") or {}
   if newer and older and not _same(newer, older, values.get("rope_theta")):
     raise UserError(f"{path!r} has rope_parameters and rope_scaling, which differ; keep one")
-  theta = _theta((values, newer, older), path, default)
+  thetas = [
+    number(of, "rope_theta", path, ABOVE_1)
+    for of in (values, newer, older)
+    if of.get("rope_theta") is not None
+  ]
+  if any(theta != thetas[0] for theta in thetas[1:]):
+    raise UserError(f"{path!r} has several rope_theta: {', '.join(map(str, thetas))}; keep one")
+  theta = thetas[0] if thetas else default
   scaling = older or newer
   kind = _kind(scaling)
   if kind not in ("default", *ROPE_TYPES):
@@ -204,17 +196,6 @@ def _scaling(
     return rope_type.scaling(**fields)
   except UserError as error:
     raise UserError(f"{path!r} has RoPE scaling that has no meaning: {error}") from None
-
-
-def _theta(objects: tuple[dict[str, Any], ...], path: str, default: float) -> float:
-  thetas = [
-    number(values, "rope_theta", path, ABOVE_1)
-    for values in objects
-    if values.get("rope_theta") is not None
-  ]
-  if any(theta != thetas[0] for theta in thetas[1:]):
-    raise UserError(f"{path!r} has several rope_theta: {', '.join(map(str, thetas))}; keep one")
-  return thetas[0] if thetas else default
 
 
 def write_rope(scaling: RopeScaling) -> dict[str, Any]:

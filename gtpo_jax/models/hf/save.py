@@ -7,30 +7,36 @@ import importlib.metadata
 import itertools
 import json
 import math
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from etils import epath
 
 from gtpo_jax.models.config import DTYPES, EXPERTS, ModelConfig
-from gtpo_jax.models.hf.atomic_folder import atomic_folder
 from gtpo_jax.models.hf.config_json import (
   is_multimodal,
   source_defaults,
   to_hf_config,
   with_carried,
 )
+from gtpo_jax.models.hf.folder import atomic_folder
 from gtpo_jax.models.hf.load import DTYPE_CODES as NUMPY_NAMES
-from gtpo_jax.models.hf.load import stored_tensors
-from gtpo_jax.models.hf.multimodal import PROCESSOR_FILES, TEXT_MODULE, has_others, parts_of
-from gtpo_jax.models.hf.tokenizer import save_tokenizer
+from gtpo_jax.models.hf.load import (
+  PROCESSOR_FILES,
+  TEXT_MODULE,
+  has_others,
+  parts_of,
+  stored_tensors,
+)
 from gtpo_jax.models.hf.weights import hf_from_adapters, hf_from_params, hf_shapes
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.storage.files import read_json
-from gtpo_jax.storage.paths import storage_path
+from gtpo_jax.runtime.files import read_json
+from gtpo_jax.runtime.paths import is_remote, list_files, storage_path
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase
@@ -309,3 +315,35 @@ def write_files(out: Path, files: Mapping[str, str | bytes] | None) -> None:
 
 def _write_json(file: Path, values: Mapping[str, Any]) -> None:
   file.write_text(json.dumps(values, indent=2) + "\n")
+
+
+CONFIG = "tokenizer_config.json"
+# Arguments of the call that loaded the tokenizer, which Transformers 5 writes too.
+NEW_CLASS, CLASS_OF_BOTH = "TokenizersBackend", "PreTrainedTokenizerFast"
+LOADING_ARGUMENTS = ("backend", "is_local", "local_files_only")
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, out: epath.Path) -> None:
+  """Writes the tokenizer's files to the folder `out`.
+
+  Transformers 5 writes the special tokens without a role of their own as a list named
+  `extra_special_tokens`. Transformers 4 expects an object there and fails. Both versions read the
+  older name, `additional_special_tokens`. Likewise, Transformers 5 gives the general class of
+  tokenizers, which Llama 3 has, a name that Transformers 4 does not know.
+  """
+  with tempfile.TemporaryDirectory(prefix="gtpo_") as folder:
+    tokenizer.save_pretrained(folder)
+    file = Path(folder) / CONFIG
+    values = json.loads(file.read_text(encoding="utf-8"))
+    for name in LOADING_ARGUMENTS:
+      values.pop(name, None)
+    if values.get("tokenizer_class") == NEW_CLASS:
+      values["tokenizer_class"] = CLASS_OF_BOTH
+    if isinstance(values.get("extra_special_tokens"), list):
+      values["additional_special_tokens"] = values.pop("extra_special_tokens")
+    text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")
+    for name in list_files(epath.Path(folder)):
+      if not is_remote(out):
+        (out / name).parent.mkdir(exist_ok=True)
+      (out / name).write_bytes((Path(folder) / name).read_bytes())

@@ -24,8 +24,8 @@ from gtpo_jax.models.params import Params, abstract_params, at_path, declared_pa
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.files import printable
 from gtpo_jax.runtime.mesh import named_sharding
-from gtpo_jax.storage.files import printable
 
 # Our modules, outside and within the layers, with their Hugging Face names, in the order in which
 # we write the tensors. {} is the number of an expert, which has tensors of its own.
@@ -144,14 +144,17 @@ class StoredLayout(NamedTuple):
     """Reads the slice `index` of our array from a stored tensor.
 
     Where several axes are stored as one, only the first of them may be sliced.
-
-    Raises:
-      UserError: another axis is sliced.
     """
     if self.kind is Kind.TABLE:
       return tensor[index]
     if self.parts:
-      return self._read_parts(tensor, index)
+      values = []
+      start = 0
+      for layout in self._of_parts:  # puts the parts of a head together
+        rows = layout.stored_shape[0]
+        values.append(layout.read(_Rows(tensor, start), index))
+        start += rows
+      return np.concatenate(values, self._feature_axis)
     cuts = zip(index, self.shape, strict=True)
     part = tuple(len(range(*cut.indices(size))) for cut, size in cuts)
     if self.kind is Kind.FILTER:
@@ -161,16 +164,6 @@ class StoredLayout(NamedTuple):
     inputs = self._flat(index, slice(self.inputs))
     outputs = self._flat(index, slice(self.inputs, None))
     return tensor[outputs, inputs].T.reshape(part)
-
-  def _read_parts(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads a slice of each part, and puts the parts of a head together."""
-    values = []
-    start = 0
-    for layout in self._of_parts:
-      rows = layout.stored_shape[0]
-      values.append(layout.read(_Rows(tensor, start), index))
-      start += rows
-    return np.concatenate(values, self._feature_axis)
 
   def _flat(self, index: tuple[slice, ...], axes: slice) -> slice:
     """Converts the slices of several axes to one slice of the flattened axis."""
@@ -198,11 +191,7 @@ class _Rows(NamedTuple):
 
 
 def hf_tensors(model: Transformer) -> list[HFTensor]:
-  """Returns every Hugging Face tensor of the model without adapters, in the order of the files.
-
-  Raises:
-    ValueError: a declared parameter has no Hugging Face name.
-  """
+  """Returns every Hugging Face tensor of the model without adapters, in the order of the files."""
   declared: dict[tuple[str, ...], Declaration] = flatten_dict(declared_params(without_lora(model)))
   layer_names = {
     (*module.split("."), leaf): f"{hf_module}.{suffix}"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.storage.record_log import Record, RecordLog
 from gtpo_jax.tinker.ledger.entries import Entries
+from gtpo_jax.tinker.ledger.record_log import Record, RecordLog
 
 COMPACT_BYTES = 1 << 30  # a journal of this size is rewritten
 

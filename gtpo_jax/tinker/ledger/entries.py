@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gtpo_jax.storage.record_log import Record
+from gtpo_jax.tinker.ledger.record_log import Record
 from gtpo_jax.tinker.wire import ClientSession, StoredResult, Submission
 
 MOST_RESULT_BYTES = 512 << 20  # of results that are kept

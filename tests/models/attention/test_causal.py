@@ -12,13 +12,11 @@ import pytest
 from meshes import mesh_of
 
 from gtpo_jax.models import PRESETS
-from gtpo_jax.models.attention import flash, splash
+from gtpo_jax.models.attention import flash, kernels
 from gtpo_jax.models.attention.causal import attend_causally, attention_kind
-from gtpo_jax.models.attention.context_parallel import balanced_queries, exchange_halves
-from gtpo_jax.models.attention.cudnn import attend_with_cudnn
-from gtpo_jax.models.attention.flash import attend_in_blocks
+from gtpo_jax.models.attention.flash import attend_in_blocks, balanced_queries, exchange_halves
+from gtpo_jax.models.attention.kernels import attend_with_cudnn, attend_with_splash
 from gtpo_jax.models.attention.sources import KV, AttentionContext, RowRanges
-from gtpo_jax.models.attention.splash import attend_with_splash
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import MESH_AXES, partition_spec, single_device_mesh
 
@@ -199,7 +197,7 @@ def test_positions_on_a_mesh(kind, loop, monkeypatch):
 @pytest.mark.parametrize("s", [pytest.param(786, marks=pytest.mark.manual), 783])
 def test_shards_of_several_blocks(s, monkeypatch):
   """A shard's queries, balanced and contiguous, take three of the kernel's blocks."""
-  monkeypatch.setattr(splash, "LARGEST_BLOCK", 128)
+  monkeypatch.setattr(kernels, "LARGEST_BLOCK", 128)
   config = dataclasses.replace(PRESETS["tiny"], attention="splash")
   attend = functools.partial(attend_causally, config, mesh_of(1, 1, 3, 1))
   assert_same(attend, inputs, s=s)
@@ -331,4 +329,4 @@ def test_a_gpu_without_bfloat16_units_is_refused():
   ("length", "block"), [(1, 128), (128, 128), (700, 768), (1024, 1024), (1025, 640), (2176, 768)]
 )
 def test_splash_divides_a_length_into_few_blocks(length, block):
-  assert splash._block(length) == block
+  assert kernels._block(length) == block

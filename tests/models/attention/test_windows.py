@@ -12,9 +12,8 @@ from test_causal import E, in_two_segments, inputs, value_and_gradient
 
 from gtpo_jax.models import PRESETS
 from gtpo_jax.models.attention.causal import attend_causally
-from gtpo_jax.models.attention.cudnn import attend_with_cudnn
 from gtpo_jax.models.attention.flash import attend_in_blocks
-from gtpo_jax.models.attention.splash import attend_with_splash
+from gtpo_jax.models.attention.kernels import attend_with_cudnn, attend_with_splash
 
 KERNELS = {
   "blocks": functools.partial(attend_in_blocks, precision="highest"),

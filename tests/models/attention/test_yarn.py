@@ -10,7 +10,7 @@ import pytest
 from hf_folders import hf_folder, our_greedy, our_logits, torch_greedy, torch_logits
 
 from gtpo_jax.models import load
-from gtpo_jax.models.attention.rope_scaling import Yarn
+from gtpo_jax.models.attention.rope import Yarn
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.runtime.errors import UserError
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.models.delta.convolution import convolve
+from gtpo_jax.models.delta.layer import convolve
 from gtpo_jax.models.delta.rule import CHUNK, chunked_delta_rule, delta_step
 
 N, G, H, E, F = 2, 2, 3, 5, 4

@@ -11,8 +11,7 @@ from hf_folders import TINY, hf_folder, our_logits, padded_batch, raw_tensors, t
 
 from gtpo_jax.models import load, save, save_adapter
 from gtpo_jax.models.hf.config_json import describe_unused_keys
-from gtpo_jax.models.hf.load import stored_tensors
-from gtpo_jax.models.hf.multimodal import split_names
+from gtpo_jax.models.hf.load import split_names, stored_tensors
 from gtpo_jax.models.lora import add_lora
 
 VISION_OF_QWEN = {

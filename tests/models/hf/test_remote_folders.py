@@ -15,7 +15,7 @@ from gtpo_jax.data.readers import read_rows
 from gtpo_jax.models import load, save
 from gtpo_jax.models.hf.load import stored_tensors
 from gtpo_jax.runtime.errors import RunError, UserError
-from gtpo_jax.storage.paths import storage_path
+from gtpo_jax.runtime.paths import storage_path
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from meshes import mesh_of
 
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.models import load, save
-from gtpo_jax.models.attention.rope_scaling import Yarn
+from gtpo_jax.models.attention.rope import Yarn
 from gtpo_jax.runtime.errors import UserError
 
 INDEX = "model.safetensors.index.json"

@@ -9,7 +9,7 @@ from hf_folders import edit_json, random_model
 
 from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
 from gtpo_jax.models import PRESETS, save
-from gtpo_jax.models.hf.tokenizer import LOADING_ARGUMENTS
+from gtpo_jax.models.hf.save import LOADING_ARGUMENTS
 from gtpo_jax.runtime.errors import UserError
 
 EXTRA = [f"<|extra_{i}|>" for i in range(13)]

@@ -18,7 +18,7 @@ from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
 from gtpo_jax.models import load
 from gtpo_jax.models.families import FAMILIES
 from gtpo_jax.models.hf.config_json import describe_unused_keys, read_config
-from gtpo_jax.models.hf.known_keys import unused_keys
+from gtpo_jax.models.hf.json_values import unused_keys
 from gtpo_jax.runtime.errors import UserError
 
 

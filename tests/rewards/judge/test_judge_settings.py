@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from gtpo_jax.checkpoint.resuming import forbidden_changes
+from gtpo_jax.checkpoint.workdir import forbidden_changes
 from gtpo_jax.config import Config, freeze
 from gtpo_jax.evaluation.evaluate import evaluation_settings
 from gtpo_jax.rewards.judge.judge_settings import JudgeSettings

@@ -1,1 +1,0 @@
-"""Number formats: which one a device computes in, and matrix products in each of them."""

@@ -1,1 +1,0 @@
-"""Files, object stores, and locks."""
