@@ -16,7 +16,7 @@ from credit_probe import signal_scores
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config
-from gtpo_jax.evaluation.evaluate import evaluate_run
+from gtpo_jax.loop.evaluation.evaluate import evaluate_run
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.problems import held_out_problems

@@ -50,9 +50,9 @@ def reference(folder: Path, tokens: int) -> list[str]:
   import jax
 
   from gtpo_jax.data.records import Problem, user
-  from gtpo_jax.rollout.episodes.group_turns import Turns
-  from gtpo_jax.rollout.episodes.sample import sample_problems
   from gtpo_jax.rollout.policies import ServingLimits, find_served
+  from gtpo_jax.rollout.sample import sample_problems
+  from gtpo_jax.rollout.turns import Turns
   from gtpo_jax.sampling.settings import GREEDY
 
   worker, _, read = find_served(folder, None, ServingLimits(128, tokens, "float32", 4))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gtpo_jax.evaluation.estimators import pass_at_k
+from gtpo_jax.loop.evaluation.estimators import pass_at_k
 from gtpo_jax.runtime.errors import UserError
 
 Result = dict[str, Any]

@@ -23,7 +23,6 @@ CORE = {  # what trains, each part with its layer
   "serving": 5,
   "checkpoint": 6,
   "rollout": 7,
-  "evaluation": 8,
   "logs": 8,
   "loop": 9,
 }

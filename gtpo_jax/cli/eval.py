@@ -18,7 +18,7 @@ from gtpo_jax.runtime.paths import is_remote
 def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo eval`."""
   from gtpo_jax import config as configs
-  from gtpo_jax.evaluation.evaluate import evaluate_run
+  from gtpo_jax.loop.evaluation.evaluate import evaluate_run
   from gtpo_jax.models.hf.folder import find, is_hf_folder
   from gtpo_jax.rollout.policies import find_policy
   from gtpo_jax.rollout.problems import held_out_problems

@@ -55,7 +55,7 @@ def print_episodes(
     sampling_params: how tokens are drawn.
     show: makes a text printable.
   """
-  from gtpo_jax.rollout.episodes.sample import sample_prompt
+  from gtpo_jax.rollout.sample import sample_prompt
 
   policy = worker.policy(params)
   for completion in sample_prompt(worker, policy, prompt, row, keys(1, n), sampling_params):

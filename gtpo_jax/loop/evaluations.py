@@ -13,12 +13,16 @@ from etils import epath
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.opening import run_params
 from gtpo_jax.config import Config
-from gtpo_jax.evaluation.estimators import most_mixed
-from gtpo_jax.evaluation.evaluate import evaluate_run, evaluation_settings, expected_mixed_share
-from gtpo_jax.evaluation.outcome import Evaluation, metrics_of_summary
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.journal import Journal
 from gtpo_jax.logs.summary import describe_evaluation, describe_forecast, evaluated_accuracy
+from gtpo_jax.loop.evaluation.estimators import most_mixed
+from gtpo_jax.loop.evaluation.evaluate import (
+  evaluate_run,
+  evaluation_settings,
+  expected_mixed_share,
+)
+from gtpo_jax.loop.evaluation.outcome import Evaluation, metrics_of_summary
 from gtpo_jax.loop.prepare import Parts
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.policies import initial_params

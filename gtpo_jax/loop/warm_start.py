@@ -23,7 +23,7 @@ from gtpo_jax.data.sources import Loaded
 from gtpo_jax.environments.tokens import TurnTokens
 from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
-from gtpo_jax.rollout.episodes.demonstrations import Demonstration, play
+from gtpo_jax.rollout.demonstrations import Demonstration, play
 from gtpo_jax.rollout.policies import initial_params
 from gtpo_jax.rollout.problems import NO_RECORDS
 from gtpo_jax.rollout.worker import RolloutWorker

@@ -12,7 +12,7 @@ import jax
 from gtpo_jax.models.hf.save import save
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.episodes.sample import sample_prompt
+from gtpo_jax.rollout.sample import sample_prompt
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.settings import SamplingParams

@@ -16,13 +16,13 @@ from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.batch import Batch, Placement
 from gtpo_jax.rollout.drawing import make_drawing
-from gtpo_jax.rollout.episodes.group_turns import Turns
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_metrics import sampled_metrics, source_metrics, staleness_metrics
 from gtpo_jax.rollout.group_pool import GroupPool
 from gtpo_jax.rollout.groups import Group, restore_groups, save_groups
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
+from gtpo_jax.rollout.turns import Turns
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.signals import Stopped

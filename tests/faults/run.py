@@ -23,9 +23,9 @@ from gtpo_jax.cli import main
 from gtpo_jax.environments import Step
 from gtpo_jax.environments.episodes import Episodes
 from gtpo_jax.logs.journal import Journal
-from gtpo_jax.rollout.episodes import turn_queue
-from gtpo_jax.rollout.episodes.group_turns import Turns
+from gtpo_jax.rollout import turns
 from gtpo_jax.rollout.scoring.manager import RewardManager
+from gtpo_jax.rollout.turns import Turns
 from gtpo_jax.sampling.programs import Programs
 
 evaluating = False
@@ -185,7 +185,7 @@ def mark(point, reached):
 
 if __name__ == "__main__":
   sys.modules["run"] = sys.modules["__main__"]  # for reward.verifier = run:verify
-  turn_queue.GRACE_S = 5.0  # all turns are answered before the next chunk, so that sums round alike
+  turns.GRACE_S = 5.0  # all turns are answered before the next chunk, so that sums round alike
   if sys.argv[1] != "-":
     action, point, count = sys.argv[1].split(":")
     mark(point, arm(action, count))

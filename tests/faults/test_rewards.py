@@ -19,10 +19,10 @@ from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.models.params import init_params
-from gtpo_jax.rollout.episodes.group_turns import Turns
-from gtpo_jax.rollout.episodes.sample import EVALUATION, sample_problems
+from gtpo_jax.rollout.sample import EVALUATION, sample_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
+from gtpo_jax.rollout.turns import Turns
 from gtpo_jax.rollout.worker import RolloutWorker
 
 T = 14

@@ -18,8 +18,8 @@ from gtpo_jax.config import EnvSection
 from gtpo_jax.environments.turns import Step
 from gtpo_jax.models.params import init_params
 from gtpo_jax.python.policy import TrainedPolicy
+from gtpo_jax.rollout import turns
 from gtpo_jax.rollout.collector import Collector
-from gtpo_jax.rollout.episodes import turn_queue
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -241,7 +241,7 @@ def test_a_restored_collector_goes_on_alike(monkeypatch, staleness):
 
   Dynamic sampling keeps complete groups, with their episodes.
   """
-  monkeypatch.setattr(turn_queue, "GRACE_S", 5.0)  # turns are answered at the same time in all runs
+  monkeypatch.setattr(turns, "GRACE_S", 5.0)  # turns are answered at the same time in all runs
   dynamic = {"algorithm.dynamic_sampling": not staleness}
   config = env_config(staleness, **{"sampling.slots": 7}, **dynamic)
   collector, _ = collect(config, 3)

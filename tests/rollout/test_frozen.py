@@ -24,11 +24,11 @@ from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.models.hf.save import save
 from gtpo_jax.rewards import group_relative
-from gtpo_jax.rollout.episodes.group_turns import Turns
-from gtpo_jax.rollout.episodes.sample import sample_problems
 from gtpo_jax.rollout.frozen import check_frozen, load_frozen
 from gtpo_jax.rollout.groups import batch_like
 from gtpo_jax.rollout.problems import training_problems
+from gtpo_jax.rollout.sample import sample_problems
+from gtpo_jax.rollout.turns import Turns
 from gtpo_jax.rollout.worker import Policy
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.training.log_probs import make_scorer

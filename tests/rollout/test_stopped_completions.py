@@ -15,10 +15,10 @@ from experience_cases import (
 
 import gtpo_jax
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.evaluation.evaluate import evaluate_run, evaluation_settings
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.logs.truth import completion_codes
+from gtpo_jax.loop.evaluation.evaluate import evaluate_run, evaluation_settings
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.problems import held_out_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager

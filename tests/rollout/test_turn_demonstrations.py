@@ -11,7 +11,7 @@ from gtpo_jax.environments.turns import Step
 from gtpo_jax.environments.writers import Recorded
 from gtpo_jax.loop import warm_start
 from gtpo_jax.loop.warm_start import TurnTeacher, demonstrations
-from gtpo_jax.rollout.episodes.demonstrations import play
+from gtpo_jax.rollout.demonstrations import play
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError

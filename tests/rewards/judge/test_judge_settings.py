@@ -7,7 +7,7 @@ import pytest
 
 from gtpo_jax.checkpoint.workdir import forbidden_changes
 from gtpo_jax.config import Config, freeze
-from gtpo_jax.evaluation.evaluate import evaluation_settings
+from gtpo_jax.loop.evaluation.evaluate import evaluation_settings
 from gtpo_jax.rewards.judge.judge_settings import JudgeSettings
 from gtpo_jax.runtime.errors import UserError
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.rollout.episodes.group_turns import Turns
 from gtpo_jax.rollout.groups import Group
 from gtpo_jax.rollout.scoring.pending import PendingRewards
+from gtpo_jax.rollout.turns import Turns
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.sampling.completion import Completion
 from gtpo_jax.sampling.settings import SamplingParams

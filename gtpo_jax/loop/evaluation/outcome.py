@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gtpo_jax.data.records import Problem
-from gtpo_jax.evaluation.estimators import best_of_k, bootstrap, majority_at_each_k, pass_at_k
+from gtpo_jax.loop.evaluation.estimators import best_of_k, bootstrap, majority_at_each_k, pass_at_k
 from gtpo_jax.rewards import VOTES
 
 

@@ -15,14 +15,14 @@ from gtpo_jax.arrays import KeyStream, key_for
 from gtpo_jax.config import Config, flatten, to_dict
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.metrics import Tallies
-from gtpo_jax.evaluation.estimators import mixed_share
-from gtpo_jax.evaluation.outcome import Evaluation, ScoredCompletions, concatenate
+from gtpo_jax.loop.evaluation.estimators import mixed_share
+from gtpo_jax.loop.evaluation.outcome import Evaluation, ScoredCompletions, concatenate
 from gtpo_jax.models.params import Params
-from gtpo_jax.rollout.episodes.group_turns import Turns
-from gtpo_jax.rollout.episodes.sample import EVALUATION, sample_problems
 from gtpo_jax.rollout.problems import eval_label
+from gtpo_jax.rollout.sample import EVALUATION, sample_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
+from gtpo_jax.rollout.turns import Turns
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped

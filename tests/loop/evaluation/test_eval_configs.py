@@ -17,7 +17,7 @@ from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 REAL = ROOT.parent / "shared" / "data"
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("eval_*.py"))
 

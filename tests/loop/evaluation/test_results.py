@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.evaluation.outcome import Evaluation, ScoredCompletions, default_ks
+from gtpo_jax.loop.evaluation.outcome import Evaluation, ScoredCompletions, default_ks
 
 approx = pytest.approx
 

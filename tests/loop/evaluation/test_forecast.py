@@ -7,12 +7,12 @@ import gtpo_jax
 from gtpo_jax.checkpoint.workdir import load_config
 from gtpo_jax.config import freeze
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.evaluation.estimators import most_mixed
-from gtpo_jax.evaluation.evaluate import expected_mixed_share
-from gtpo_jax.evaluation.outcome import Evaluation, ScoredCompletions
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.logs.summary import describe_forecast
+from gtpo_jax.loop.evaluation.estimators import most_mixed
+from gtpo_jax.loop.evaluation.evaluate import expected_mixed_share
+from gtpo_jax.loop.evaluation.outcome import Evaluation, ScoredCompletions
 
 CONFIG = {
   "steps": 1,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.evaluation.estimators import (
+from gtpo_jax.loop.evaluation.estimators import (
   best_of_k,
   bootstrap,
   majority_at_each_k,

@@ -1,1 +1,0 @@
-"""Completions of several turns: environments answer turns while others are sampled."""
