@@ -244,14 +244,14 @@ class Rewards:
 
 @flax.struct.dataclass
 class Signals:
-  """What the credit and the loss of a batch are computed from, all of it constant in the gradient.
+  """The inputs of a batch's credit and loss, all of them constant in the gradient.
 
   A batch has one, from its collection to the objective; minibatches and micro-batches have slices
   of it. The first fields are known from the start, the others as they are computed. Fields
   that nothing needs are None.
   """
 
-  # bool[n, g, t]; sampled tokens. For the loss, only what `Algorithm.loss_mask` returns.
+  # bool[n, g, t]; sampled tokens. For the loss, only those in `Algorithm.loss_mask`.
   mask: jax.Array
   entropy: jax.Array | None = None  # f32[n, g, t], nats; of the sampling policy's full distribution
   correct: jax.Array | None = None  # bool[n, g]; True for completions in O+, False for those in O-
@@ -292,7 +292,7 @@ class Signals:
 
   @classmethod
   def of(cls, rollouts: Rollouts, rewards: Rewards) -> Signals:
-    """Returns what the credit of a batch is computed from, of all completions."""
+    """Returns the inputs of the credit of a batch, of all completions."""
     return cls(
       mask=rollouts.mask,
       entropy=rollouts.entropy,
@@ -317,7 +317,7 @@ class Signals:
     )
 
   def without_turns(self) -> Signals:
-    """Returns the signals without what only the advantages need of turns."""
+    """Returns the signals without the fields of turns, which only the advantages need."""
     return self.replace(turn_reward=None, turn_state=None)
 
   def need(self, *names: str) -> None:

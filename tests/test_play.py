@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.cli.parser import parse
-from gtpo_jax.cli.play import _outcome, _transcript, parse_row
+from gtpo_jax.cli.samples import _outcome, _transcript, parse_row
 from gtpo_jax.config import freeze, override
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.environments.turns import Episode, Stop, Turn

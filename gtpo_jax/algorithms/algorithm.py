@@ -323,7 +323,7 @@ def make(name: str, distillation: Distillation | None = None, **overrides: Any) 
 
   If `objective` is overridden, the settings of the recipe's own objective are replaced by those
   published for the new one. `distillation` adds a teacher's divergence to the advantages; None for
-  what the algorithm itself has, which is nothing except with "opd".
+  the algorithm's own, which only "opd" has.
 
   Raises:
     UserError (a ValueError): the name or a setting is unknown (the message suggests the nearest

@@ -1,4 +1,4 @@
-"""What changes the advantages of single tokens by their entropy, after they are normalised."""
+"""Modulations change the advantages of single tokens by their entropy, after normalisation."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ SELECTED = "the fraction of the tokens of a gradient update that are selected."
 
 
 class ObjectiveInputs(NamedTuple):
-  """What an objective is computed from. Values where `mask` is False have no meaning."""
+  """The inputs of an objective. Values where `mask` is False have no meaning."""
 
   ratio: jax.Array  # f32[n, g, t], the importance ratio that the algorithm uses
   log_probs: jax.Array  # f32[n, g, t], nats, of the policy being trained
@@ -64,7 +64,7 @@ class Objective(Checked):
     paper: the source.
     per_token: whether a token's objective depends only on that token's inputs.
     per_completion: whether all tokens of a completion must have the same advantage.
-    select_needs: what `select` needs, of "entropy" and "key"; empty if the objective treats all
+    select_needs: the inputs of `select`, of "entropy" and "key"; empty if the objective treats all
       tokens of a gradient update alike.
     ratios: the values of the setting `ratio` that the objective is defined for; empty if it has no
       such setting.

@@ -71,8 +71,8 @@ class Recipe:
     shaping: computes shaped rewards and diagnostics from units of credit.
     objective: the surrogate objective.
     normalisation: over which completions advantages are normalised.
-    turns: what the turns of episodes earn beside their completion.
-    modulation: what changes the advantages of single tokens by their entropy.
+    turns: the credit of an episode's turns beside their completion.
+    modulation: changes the advantages of single tokens by their entropy.
     aggregation: how the objectives of the tokens are combined into the loss.
     selection: which groups, completions and tokens are trained on.
     reference: the KL divergence to a reference, in the loss.
@@ -80,7 +80,7 @@ class Recipe:
     corrections: importance weights and masks for tokens that another distribution has drawn.
     length_penalty: the penalty for long completions, in the reward.
     guide: the frozen policy that samples some of the completions.
-    distillation: what a teacher adds to the advantages; None without a teacher. Its settings are
+    distillation: adds a teacher's divergence to the advantages; None without one. Its settings are
       those of the config's section `distill`.
   """
 

@@ -78,7 +78,7 @@ def sum_by_place(x: jax.Array, mask: jax.Array, places: jax.Array, of_batch: boo
   return jnp.put_along_axis(sums, order, sums, -1, inplace=False).reshape(n, g, t)
 
 
-# What one comparison set is, by the settings (compare, scope): axes of [n, g, t] that it spans, or
+# The comparison sets by the settings (compare, scope): the axes of [n, g, t] that one spans, or
 # the sets of turns or of states.
 Sets = tuple[int, ...] | TurnSets | StateSets
 COMPARE: dict[tuple[str, str], Sets] = {
@@ -107,7 +107,7 @@ class Units(NamedTuple):
   mask: jax.Array  # bool[n, g, u]
   correct: jax.Array  # bool[n, g, 1]
   reward: jax.Array  # f32[n, g, 1]
-  penalty: jax.Array  # f32[n, g, 1]; what is added on both sides, such as the length penalty
+  penalty: jax.Array  # f32[n, g, 1]; added on both sides, such as the length penalty
   tokens: jax.Array  # f32[n, g, u], number of tokens of the unit; 0 where mask is False
   # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
   gaps: bool | None = None

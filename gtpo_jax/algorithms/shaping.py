@@ -217,7 +217,7 @@ class GtpoV1ClippedShaping(TokenShaping):
   )
 
   def __post_init__(self):
-    """Rejects what eqs. 11-12 do not allow, such as an empty range of the clip."""
+    """Rejects settings that eqs. 11-12 do not allow, such as an empty range of the clip."""
     super().__post_init__()
     if abs(self.alpha1 + self.alpha2 - 1) > 1e-6:
       raise UserError(

@@ -22,7 +22,7 @@ TURN_NORMS = ("std", "mean")
 
 @dataclasses.dataclass(frozen=True)
 class TurnCredit(Checked):
-  """What a turn earns beside its completion: `outcome_weight * A + step_weight * A_turn`.
+  """The credit of a turn beside its completion: `outcome_weight * A + step_weight * A_turn`.
 
   A is the advantage of the completion, as without turns, and A_turn compares something of the turn
   with the same of other turns of the prompt's episodes, by their mean and their population
@@ -76,7 +76,7 @@ class TurnCredit(Checked):
     return self.turn_credit != "none"
 
   def earlier_rewards(self, reward: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns what A leaves out of a completion's reward, f32[n, g]; 0 unless "reward".
+    """Returns the part of a completion's reward that A leaves out, f32[n, g]; 0 unless "reward".
 
     Args:
       reward: f32[n, g, t], of the turn that each token is in.

@@ -67,7 +67,7 @@ class Checkpoints:
     leftovers: dict[str, np.ndarray] | None = None,
     metadata: Mapping[str, Any] | None = None,
   ) -> None:
-    """Starts saving a state and what belongs to it; see `RestoredRun`.
+    """Starts saving a state with leftovers and metadata; see `RestoredRun`.
 
     Does nothing if the state's step is the latest one.
 
@@ -224,7 +224,7 @@ class SharedBase:
   def leave_out(
     self, params: Params, metadata: Mapping[str, Any]
   ) -> tuple[Params, Mapping[str, Any]]:
-    """Returns what a checkpoint holds of the parameters, and its metadata."""
+    """Returns the parameters that a checkpoint holds, and its metadata."""
     adapters, base = split_adapters(params)
     if not adapters:
       return params, metadata

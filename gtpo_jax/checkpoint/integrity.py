@@ -100,7 +100,7 @@ COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 class IntegrityRecord(NamedTuple):
-  """What a checkpoint contained when it was written."""
+  """The content of a checkpoint when it was written."""
 
   leaves: Mapping[str, Mapping[str, str]]  # by item, the digest of each leaf by its path
   metadata: Mapping[str, Any]  # plain values saved with the checkpoint

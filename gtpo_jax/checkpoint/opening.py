@@ -95,7 +95,7 @@ def frozen_params(workdir: epath.PathLike, model: Transformer, path: str) -> Par
 def usable_here(config: Config, device: Any = None) -> Config:
   """Returns a run's config, computing in another format if this machine has no units for its own.
 
-  A run that learned on other devices has recorded what "auto" stood for there.
+  A run that learned on other devices has recorded the format that "auto" meant there.
 
   Args:
     config: the run's config.

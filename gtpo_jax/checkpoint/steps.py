@@ -62,7 +62,9 @@ def read_checkpoint(
       _check_types(folder, name, record.leaves[name], leaf_types(target))
   items = _read_items(folder, wanted)
   for name, item in items.items():
-    _check_digests(name, record.leaves[name], digest_leaves(item))
+    restored = digest_leaves(item)
+    changed = [x for x, digest in record.leaves[name].items() if restored.get(x) != digest]
+    _raise_everywhere(f"{name}{changed[0]} differs from what was saved" if changed else "")
   return items, record.metadata
 
 
@@ -98,11 +100,6 @@ def _check_types(
       )
 
 
-def _check_digests(item: str, saved: Mapping[str, str], restored: Mapping[str, str]) -> None:
-  changed = [leaf for leaf, digest in saved.items() if restored.get(leaf) != digest]
-  _raise_everywhere(f"{item}{changed[0]} differs from what was saved" if changed else "")
-
-
 def _raise_everywhere(damage: str) -> None:
   """Raises CorruptCheckpoint on every process if `damage` is not empty on one of them."""
   if message := first_nonempty_text(damage):
@@ -114,7 +111,7 @@ FILE_SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errn
 
 
 class _PendingSave(NamedTuple):
-  """What the integrity record of the step that is being saved will contain."""
+  """The future integrity record of the step that is being saved."""
 
   step: int
   leaves: dict[str, dict[str, str]]

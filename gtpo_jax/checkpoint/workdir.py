@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def claim(
 
   Raises:
     UserError: the workdir is not a folder, not writable, in use, or belongs to a config that
-      differs in more than what may change on resume.
+      differs in fields that may not change on resume.
   """
   with contextlib.ExitStack() as lock:
     claimed = Claim(lambda: None, lambda: None)
@@ -133,7 +133,11 @@ def _check_config(workdir: Path, config: Config, say: Callable[[str], None]) -> 
   has_model = has_base(workdir) or _has_steps(workdir / "checkpoints")
   if not has_model or not (workdir / "config.json").exists():
     return False
-  saved = _freeze(workdir, _read_config(workdir))
+  values = _read_config(workdir)
+  try:
+    saved = freeze(values)
+  except UserError as error:
+    raise UserError(f"{str(workdir / 'config.json')!r} is not usable: {error}") from error
   changes = "; ".join(forbidden_changes(saved, config))
   if changes and not config.checkpoint.accept_changes:
     raise UserError(
@@ -188,19 +192,12 @@ def _read_config(workdir: Path) -> dict[str, Any]:
   return values
 
 
-def _freeze(workdir: Path, saved: Mapping[str, Any]) -> Config:
-  try:
-    return freeze(saved)
-  except UserError as error:
-    raise UserError(f"{str(workdir / 'config.json')!r} is not usable: {error}") from error
-
-
 def _has_steps(folder: Path) -> bool:
   return any(step.name.isdigit() for step in folder.glob("*"))
 
 
-# Where a run computes, how long it runs and what it writes. These fields do not change what it
-# computes, apart from the exceptions in `FIXED`.
+# Fields of the machine, the length and the files of a run. They do not change its results, apart
+# from the exceptions in `FIXED`.
 MAY_CHANGE = (
   "steps",
   "mesh",
@@ -227,7 +224,7 @@ MAY_CHANGE = (
 )
 
 
-# What to do about a change, for fields that a user may not have changed knowingly.
+# Advice about a change, for fields that a user may not have changed knowingly.
 ADVICE = {"model.compute_dtype": "set it to {old!r} to continue as before"}
 
 
@@ -265,22 +262,14 @@ def forbidden_changes(saved: Config, now: Config) -> list[str]:
   Returns:
     A text for each field, such as "seed was 0, now 7".
   """
-  return [
-    f"{key} was {old!r}, now {new!r}{_explain(key, old, reason)}"
-    for key, (old, new) in difference(saved, now).items()
-    if (reason := _reason(key, saved)) is not None
-  ]
-
-
-def _explain(key: str, old: Any, reason: str) -> str:
-  if advice := ADVICE.get(key):
-    return f", {advice.format(old=old)}"
-  return f", but {reason}" if reason else ""
-
-
-def _reason(key: str, config: Config) -> str | None:
-  """Returns why a field may not change, "" if this needs no reason, or None if it may change."""
-  if not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE):
-    return ""
-  applying = (fixed.reason for fixed in FIXED if key in fixed.fields and fixed.applies(config))
-  return next(applying, None)
+  changes = []
+  for key, (old, new) in difference(saved, now).items():
+    may_change = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+    reasons = [fixed.reason for fixed in FIXED if key in fixed.fields and fixed.applies(saved)]
+    if may_change and not reasons:
+      continue
+    explained = f", but {reasons[0]}" if may_change else ""
+    if advice := ADVICE.get(key):
+      explained = f", {advice.format(old=old)}"
+    changes.append(f"{key} was {old!r}, now {new!r}{explained}")
+  return changes

@@ -1,4 +1,4 @@
-"""What commands share: the processes that run them, their messages, and the files they write.
+"""Shared by the commands: the processes that run them, their messages, and the files they write.
 
 Modules that import JAX are imported inside the functions, after `prepare_jax`.
 """
@@ -53,7 +53,7 @@ def in_all_processes(command: Callable[..., int]) -> Callable[..., int]:
 def _places(args: argparse.Namespace) -> dict[str, str]:
   """Returns the options of a command that all processes must share; paths are absolute.
 
-  The config file is not among them: what it says is compared.
+  The config file is not among them: its content is compared.
   """
   options = {key: value for key, value in vars(args).items() if key not in ("run", "config")}
   return {

@@ -1,4 +1,4 @@
-"""Prints completions of a prompt for `gtpo sample`. Modules that import JAX are imported inside."""
+"""Prints completions and episodes for `gtpo sample`; imports modules that import JAX inside."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gtpo_jax.cli.play import parse_row, print_episodes
+import numpy as np
+
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import find_problem
 
 if TYPE_CHECKING:
+  import jax
+
+  from gtpo_jax.environments.turns import Episode
   from gtpo_jax.logs.display import Display
+  from gtpo_jax.models.params import Params
+  from gtpo_jax.rollout.worker import RolloutWorker
+  from gtpo_jax.sampling.settings import SamplingParams
 
 STREAM_INTERVAL = 4  # tokens between updates on a terminal
 SHOWN_PROMPT = 80  # characters of a prompt in a command to try
@@ -44,7 +51,7 @@ def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: D
   Args:
     args: the options of `gtpo sample`.
     overrides: fields of the policy's config to change.
-    display: shows what is under way, on stderr.
+    display: shows progress on stderr.
   """
   _check_options(args)
   from gtpo_jax.config.sections import STOP
@@ -92,9 +99,8 @@ def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: D
     first = next(chunks)
   for ended in itertools.chain([first], chunks):
     if stream and args.n == 1:
-      text = text_of(rows[0][0]).rstrip(
-        "\ufffd"
-      )  # an incomplete character, which needs more tokens
+      # Without an incomplete character, which needs more tokens.
+      text = text_of(rows[0][0]).rstrip("\ufffd")
       if worker.stop_strings:
         text = worker.stop_strings.without_begun(text)
       text = show(text)
@@ -125,3 +131,71 @@ def _check_options(args: argparse.Namespace) -> None:
     raise UserError(f"--n must be at least 1, got {args.n}")
   if args.max_tokens is not None and args.max_tokens < 1:
     raise UserError(f"--max_tokens must be at least 1, got {args.max_tokens}")
+
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # how a terminal shows tokens that the model has read
+
+
+def parse_row(text: str) -> Mapping[str, Any]:
+  """Returns the row of `--row`, which is a JSON object."""
+  try:
+    row = json.loads(text)
+  except ValueError as error:
+    raise UserError(f"--row is not valid JSON: {error}") from error
+  if not isinstance(row, dict):
+    raise UserError(f'--row must be a JSON object, such as \'{{"answer": "20"}}\', got {text!r}')
+  return row
+
+
+def print_episodes(
+  worker: RolloutWorker,
+  params: Params,
+  prompt: str,
+  row: Mapping[str, Any],
+  keys: Callable[[int, int], jax.Array],
+  n: int,
+  sampling_params: SamplingParams,
+  show: Callable[[str], str],
+) -> None:
+  """Plays `n` episodes of a prompt, and prints each with why it ended.
+
+  Args:
+    worker: has the episodes.
+    params: the parameters of the policy.
+    prompt: the message of the user.
+    row: further fields of the row that the environment gets.
+    keys: returns the keys of `Engine.completion_keys` for (prompts, completions).
+    n: how many episodes.
+    sampling_params: how tokens are drawn.
+    show: makes a text printable.
+  """
+  from gtpo_jax.rollout.sample import sample_prompt
+
+  policy = worker.policy(params)
+  for completion in sample_prompt(worker, policy, prompt, row, keys(1, n), sampling_params):
+    transcript = _transcript(worker, completion.tokens, completion.mask, show)
+    print(transcript, _outcome(completion.episode), sep="\n")
+
+
+def _transcript(
+  worker: RolloutWorker, tokens: np.ndarray, drawn: np.ndarray, show: Callable[[str], str]
+) -> str:
+  """Returns the text of a completion. On a terminal, observations are dim."""
+  if not len(tokens):  # the environment has failed before the first turn
+    return ""
+  begins = np.flatnonzero(np.diff(drawn, prepend=~drawn[0]))
+  parts = []
+  for begin, end in zip(begins, [*begins[1:], len(drawn)], strict=True):
+    text = show(worker.decode([tokens[begin:end]])[0])
+    is_read = not drawn[begin] and sys.stdout.isatty()
+    parts.append(f"{DIM}{text}{PLAIN}" if is_read else text)
+  return "".join(parts)
+
+
+def _outcome(episode: Episode) -> str:
+  verdict = {True: "correct", False: "incorrect", None: "no verdict"}[episode.correct]
+  reason = f" ({episode.reason})" if episode.reason else ""
+  return (
+    f"[{episode.stop}{reason}: {verdict}, reward {episode.reward:g}, {len(episode.turns)} turns, "
+    f"{episode.calls} calls]"
+  )

@@ -1,1 +1,1 @@
-"""What a run writes: log files, trackers, the terminal, records of credit."""
+"""The records of a run: log files, trackers, the terminal, credit."""

@@ -36,7 +36,7 @@ FOLDER = "credit"
 FORMAT = 1
 PHASES = ("prefill", "decode", "reward", "update")  # of a step; a record stores their indices
 MAX_CHECKED_BYTES = 16 * 2**20
-UNREADABLE = (  # what damaged records raise
+UNREADABLE = (  # errors that damaged records raise
   OSError,
   EOFError,
   ValueError,
@@ -86,7 +86,7 @@ class CreditRecord:
     return np.arange(self.entropy.shape[-1]) < self.lengths[..., None]
 
   def signals(self, algorithm: Algorithm) -> Signals:
-    """Returns what an update computes the algorithm's advantages from."""
+    """Returns the inputs of the algorithm's advantages in an update."""
     recipe = algorithm.recipe
     signals = Signals(
       mask=self.mask,
@@ -142,6 +142,7 @@ def write_credit(
   if rollouts.teacher is not None:
     divergence = np.where(rollouts.mask, rollouts.divergence, divergence)
   problems = [batch.problems[i] for i in shown]
+  g = batch.correct.shape[1]
   record = CreditRecord(
     step=step,
     lengths=rollouts.lengths,
@@ -165,7 +166,7 @@ def write_credit(
     pieces=pieces,
     prompts=[problem.messages[-1]["content"] for problem in problems],
     answers=[problem.answer for problem in problems],
-    stops=[_stops(batch, i) for i in shown],
+    stops=[[str(x.stop) for x in batch.episodes[i] or ()] or [""] * g for i in shown],
     timeline=timeline,
   )
   save_credit(workdir, record)
@@ -185,7 +186,7 @@ def _or_zeros(x: np.ndarray | None, like: np.ndarray, dtype: type) -> np.ndarray
 
 
 def batch_signals(batch: Batch) -> Signals:
-  """Returns what the advantages of a step's batch are computed from, as host arrays.
+  """Returns the inputs of the advantages of a step's batch, as host arrays.
 
   Every process must call it.
   """
@@ -214,12 +215,6 @@ def _most_mixed(correct: np.ndarray, valid: np.ndarray, guided: np.ndarray | Non
   smaller_side = np.minimum((correct & valid).sum(1), (~correct & valid).sum(1))
   mixed = smaller_side * has_contrast(correct, valid, guided)
   return np.argsort(-mixed, kind="stable").astype(np.int32)
-
-
-def _stops(batch: Batch, group: int) -> list[str]:
-  """Returns why the episodes of a group ended, or "" for completions without an environment."""
-  episodes = batch.episodes[group]
-  return [str(episode.stop) for episode in episodes] if episodes else [""] * batch.correct.shape[1]
 
 
 def _pieces(rollouts: Rollouts, shown: np.ndarray, chat: Chat) -> tuple[np.ndarray, list[str]]:

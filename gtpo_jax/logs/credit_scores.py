@@ -79,7 +79,7 @@ def turn_metrics(truth: np.ndarray, advantages: np.ndarray, mask: np.ndarray) ->
 def turn_table(
   truth: np.ndarray, advantages: np.ndarray, mask: np.ndarray
 ) -> dict[str, np.ndarray]:
-  """Returns what is known of each turn, in columns [turns].
+  """Returns the known values of each turn, in columns [turns].
 
   These are its `group` in [0, n), its `episode` in [0, n g), its `truth`, and its `credit`, the
   mean advantage of its tokens. The arguments are as in `turn_metrics`.

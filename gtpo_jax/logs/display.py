@@ -61,7 +61,8 @@ class Display:
   def notice(self, text: str) -> None:
     """Shows a message until the panel ends. May be called on any thread and by signal handlers.
 
-    The panel also says what the run is waiting for. Without a panel, the message goes to stderr.
+    The panel also names the phase that the run is waiting for. Without a panel, the message goes
+    to stderr.
     """
     self._panel.notice = text
     if not self._panel.is_shown:
@@ -149,10 +150,10 @@ class Display:
 
   @contextlib.contextmanager
   def waiting(self, text: str, line: bool = True) -> Iterator[None]:
-    """Says what is under way while the context lasts; a terminal shows how long it takes.
+    """Names the work in progress while the context lasts; a terminal shows its duration.
 
     Args:
-      text: what is under way.
+      text: the work in progress.
       line: whether to print it when the output is not a terminal.
     """
     if not self._console.is_terminal:
@@ -207,7 +208,7 @@ class LivePanel:
     self._live = Live(
       console=self._console,
       transient=True,
-      redirect_stderr=sys.stderr.isatty(),  # else the panel would cover what is printed there
+      redirect_stderr=sys.stderr.isatty(),  # else the panel would cover the lines printed there
       refresh_per_second=4,
       get_renderable=self._render,
     )
@@ -240,7 +241,7 @@ class LivePanel:
       self._lines = []
 
   def _render(self) -> Group:
-    """Returns what the panel shows now; called for every refresh."""
+    """Returns the present content of the panel; called for every refresh."""
     notice = [Text(f"  {self.notice}", style="bold")] if self.notice else []
     if notice and current_phase():
       notice.append(Text(f"  waiting for: {current_phase()}", style="bold"))

@@ -101,9 +101,9 @@ class Journal:
     Args:
       step: the step.
       prompt: the last message of the prompt.
-      completion: the text; with an environment, with what it answered.
+      completion: the text; with an environment, also its answers.
       correct: None if there is no verdict.
-      episode: what happened, with an environment.
+      episode: the record of the episode, with an environment.
       answer: of the problem; written with an episode, whose environment may need it to play again.
     """
     if is_first_process():
@@ -126,7 +126,7 @@ class Journal:
     )
 
   def close(self) -> None:
-    """Closes the trackers, which flushes what they buffer."""
+    """Closes the trackers, which flush their buffers."""
     for tracker in self._trackers:
       tracker.close()
 
@@ -190,7 +190,7 @@ class EvaluationLog:
     return broadcast_from_first(find)
 
   def known(self, step: int) -> dict[str, Any]:
-    """Returns what the files still have of the evaluation of a step: metrics by name."""
+    """Returns the metrics, by name, that the files still have of a step's evaluation."""
     return broadcast_from_first(
       lambda: {
         name: value

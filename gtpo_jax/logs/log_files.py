@@ -153,7 +153,7 @@ def _in_order(rows: list[Row], per_step: int) -> Iterator[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Repair:
-  """What `LogFile.repair` found.
+  """The findings of `LogFile.repair`.
 
   Attributes:
     name: the file's name.

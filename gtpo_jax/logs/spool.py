@@ -57,7 +57,11 @@ class Spool(Logs):
     self._lock = threading.Lock()
     self._ended = threading.Event()
     with storage_errors(f"cannot read the logs in {str(remote)!r}"):
-      self._download()
+      for entry in [entry for pattern in RESUMED for entry in remote.glob(pattern)]:
+        data = b"".join(read_blocks(entry))
+        (self.folder / entry.name).write_bytes(data)
+        if entry.name.endswith(".jsonl"):
+          self._blocks[entry.name] = [_digest(block) for block in _split(data)]
     self._thread = threading.Thread(target=self._upload_regularly, name="spool", daemon=True)
     self._thread.start()
 
@@ -74,14 +78,6 @@ class Spool(Logs):
       self.flush()
     finally:
       self._temporary.cleanup()
-
-  def _download(self) -> None:
-    for pattern in RESUMED:
-      for entry in self._remote.glob(pattern):
-        data = b"".join(read_blocks(entry))
-        (self.folder / entry.name).write_bytes(data)
-        if entry.name.endswith(".jsonl"):
-          self._blocks[entry.name] = [_digest(block) for block in _split(data)]
 
   def _upload_regularly(self) -> None:
     while not self._ended.wait(FLUSH_S):

@@ -35,7 +35,7 @@ class Tracker(Protocol):
     """Logs one completion."""
 
   def close(self) -> None:
-    """Flushes what is still buffered."""
+    """Flushes buffered metrics."""
 
 
 class TensorBoard:

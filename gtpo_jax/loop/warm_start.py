@@ -1,6 +1,6 @@
 """The warm start: makes a base model by supervised imitation.
 
-What it imitates is a task's imperfect teacher, or demonstrations of the user's own.
+It imitates a task's imperfect teacher, or demonstrations of the user's own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHECKED_PROBLEMS = 256  # per task; enough to contain prompts of nearly the long
 
 
 class Teacher(Protocol):
-  """What a warm start imitates.
+  """The source of a warm start's demonstrations.
 
   Attributes:
     name: a name for messages.
@@ -157,7 +157,7 @@ def make_teacher(
   say: Callable[[str], None],
   records: Mapping[str, Loaded] = NO_RECORDS,
 ) -> Teacher | None:
-  """Returns what the warm start of a run imitates; None if it has no warm start.
+  """Returns the teacher that the warm start of a run imitates; None if it has no warm start.
 
   Args:
     config: the run's config.

@@ -65,7 +65,7 @@ class Lora(Checked):
 
   @property
   def scale(self) -> float:
-    """What the product of A and B is multiplied by."""
+    """The factor of the product of A and B."""
     return self.alpha / self.rank
 
 
@@ -243,7 +243,7 @@ class ModelConfig:
 
   @property
   def family(self) -> Family:
-    """What the models of this `model_type` have in common."""
+    """The row of this `model_type` in the table of families."""
     return FAMILIES[self.model_type]
 
   @property

@@ -40,12 +40,12 @@ KINDS = {
 
 
 class AxisRoles(NamedTuple):
-  """What the axes of a parameter are for, without the layer axis.
+  """The roles of the axes of a parameter, without the layer axis.
 
   Attributes:
     inputs: number of axes that a matrix contracts; 0 for other kinds.
     numbered: number of leading axes that number matrices of one shape, such as those of experts.
-    parts: the sizes of what the features of a head consist of, for example query, key and value.
+    parts: the sizes of the parts of a head's features, for example query, key and value.
       Hugging Face's tensors have each part of all heads together. () if there is one.
   """
 
@@ -89,7 +89,7 @@ def declare(
     shape: the shape within one layer.
     axes: a logical axis (see `runtime.mesh.RULES`) for each dimension.
     dtype: the stored dtype.
-    roles: what the axes are for.
+    roles: the roles of the axes.
 
   Raises:
     ValueError: the name has no kind, or `roles.inputs` does not fit its kind.

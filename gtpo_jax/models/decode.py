@@ -30,7 +30,7 @@ STORED = ("scale", "a_log", "dt_bias")
 class DecodeParams(NamedTuple):
   """Parameters for sampling: one tree per layer, gathered over fsdp, in the compute dtype.
 
-  What is in `STORED` keeps the parameters' dtype, and quantised matrices theirs.
+  Parameters in `STORED` keep their dtype, and so do quantised matrices.
   """
 
   outer: Params  # embedding, head, final norm
@@ -80,7 +80,7 @@ def _gathered_params(model: Transformer) -> Params:
 
 
 class Prefilled(NamedTuple):
-  """What a pass over sequences [n, p] returns.
+  """The result of a pass over sequences [n, p].
 
   Attributes:
     hidden: [n, 1, 1, d], the last position's state after the final norm.
@@ -112,10 +112,10 @@ def sequence_states(model: Transformer, params: DecodeParams, sequences: Prompts
 def _run_layers(
   model: Transformer, params: DecodeParams, prompts: Prompts
 ) -> tuple[jax.Array, dict[str, list[Any]], jax.Array | None]:
-  """Returns the states [n, 1, p, d] after the last layer, what is kept of layers, and routes.
+  """Returns the states [n, 1, p, d] after the last layer, the layers' memories, and routes.
 
-  What is kept is by the mixer of the layers: their keys and values, or their states. The routes are
-  [n, 1, p, layers with experts, k]; None without experts.
+  The memories are lists by mixer: keys and values, or states. The routes are [n, 1, p, layers with
+  experts, k]; None without experts.
   """
   x = model.apply({"params": params.outer}, prompts.tokens, method="embed")[:, None]
   masks = stream_masks(prompts.mask, model.config)
@@ -138,7 +138,7 @@ def _routes(model: Transformer, ids: list[jax.Array | None]) -> jax.Array | None
 
 
 class Decoded(NamedTuple):
-  """What a step of one token [n, g] returns.
+  """The result of a step of one token [n, g].
 
   Attributes:
     hidden: [n, g, 1, d], the state that predicts the next token, after the final norm.

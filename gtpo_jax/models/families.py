@@ -13,12 +13,12 @@ MIXTURE_KEYS = ("num_local_experts", "norm_topk_prob", "mlp_only_layers")
 
 
 class Family(NamedTuple):
-  """What the models of one `model_type` have in common.
+  """The features that the models of one `model_type` share.
 
   Attributes:
     architecture: the class in Transformers.
     defaults: the values of keys that config.json may leave out.
-    settings: what an export states besides, for example to turn sliding windows off.
+    settings: further settings of an export, for example to turn sliding windows off.
     qk_norm: whether queries and keys are normalised, per "head" or over their "width"; "" if not.
     pre_norms: whether attention and MLP read a normalised residual stream.
     post_norms: whether their outputs are normalised before they are added to it.
@@ -34,7 +34,7 @@ class Family(NamedTuple):
     others: what layers are that do not attend to all positions: attention to a "window", or "delta"
       for gated delta nets.
     interval_key: the key of config.json for another `full_interval`; "" if there is none.
-    output_gate: whether what attention returns is multiplied by a gate, which `q` computes too.
+    output_gate: whether attention's output is multiplied by a gate, which `q` computes too.
     rope_share: the share of the features of a head that are rotated, if config.json has none; None
       if all are.
     local_theta: the key of the base of the rotary angles within windows, which are not scaled; ""
@@ -97,7 +97,7 @@ class Family(NamedTuple):
 
 # Transformers has ids of the published tokenizers as defaults of these families.
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-# OLMo 2 and 3 normalise what attention and MLP add, not what they read.
+# OLMo 2 and 3 normalise the outputs of attention and MLP, not their inputs.
 _OLMO = {
   "settings": _NO_TOKENS,
   "qk_norm": "width",
@@ -259,7 +259,7 @@ FAMILIES = {
 # Models with other parts than text, and the family of their text model, in `text_config`.
 MULTIMODAL = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 
-# Architectures that people ask for, and what they need that is missing.
+# Architectures that people ask for, and the missing features that they need.
 NOT_COVERED = {
   "gemma2": "soft-capping of attention scores and logits",
   "gemma3n": "per-layer embeddings, sparse MLPs and shared keys and values",

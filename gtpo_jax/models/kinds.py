@@ -57,7 +57,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-  """What tells a layer from other layers of the same model.
+  """The features in which a layer may differ from other layers of the same model.
 
   Attributes:
     window: the most positions that a query attends to, its own included; None for all before it.

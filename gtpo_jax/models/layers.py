@@ -74,7 +74,7 @@ def normalised(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
   return x if norm is None else norm(x)
 
 
-# What a gated MLP applies to its gate.
+# The function that a gated MLP applies to its gate.
 Activation = Callable[[jax.Array], jax.Array]
 
 
@@ -179,7 +179,7 @@ class Dense(nn.Module):
     outputs: sizes of the resulting axes.
     axes: logical names of the inputs and outputs.
     bias: whether to add a bias of shape `outputs`.
-    target: what `Lora.targets` calls it; "" for its name.
+    target: its name in `Lora.targets`; "" for its own name.
     parts: of the last output axis, as in `AxisRoles`.
   """
 

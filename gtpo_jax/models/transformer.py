@@ -50,7 +50,7 @@ from gtpo_jax.runtime.mesh import constrain, divisible_axis
 
 
 def _is_attention(primitive: Any, *arrays: Any, **settings: Any) -> bool:
-  """Whether an operation's results are what the backward pass of attention reads.
+  """Whether the backward pass of attention reads an operation's results.
 
   The kernels of this package and splash name them; cuDNN's is a primitive of its own.
   """
@@ -147,7 +147,7 @@ class Layer(nn.Module):
     """Runs the layer over one stream [n, g, s, d].
 
     Returns:
-      The stream, what the mixer keeps of it, and the chosen experts i32[n, g, s, k]; None for a
+      The stream, the mixer's memory of it, and the chosen experts i32[n, g, s, k]; None for a
       dense layer.
     """
     mixed, kept = self.mixer(self._input(x), masks)
@@ -162,7 +162,7 @@ class Layer(nn.Module):
       past: how the mixer reads the positions before; for attention, an `Attend`.
 
     Returns:
-      The position, what the mixer keeps of it, and the chosen experts as in `prefill`.
+      The position, the mixer's memory of it, and the chosen experts as in `prefill`.
     """
     mixed, kept = self.mixer.step(self._input(x), past)
     x, routing = self._finish(x, mixed)
@@ -181,7 +181,7 @@ class Layer(nn.Module):
     """Adds the mixer's output and then the MLP's to the residual stream.
 
     Returns:
-      The stream, and what the router did; None for a dense layer. `recorded` and `shares` are as in
+      The stream, and the routing; None for a dense layer. `recorded` and `shares` are as in
       `route`.
     """
     output = normalised(self.attention_post_norm, mixed)
@@ -194,7 +194,7 @@ class Layer(nn.Module):
   def _mlp(
     self, h: jax.Array, recorded: jax.Array | None, shares: jax.Array | None
   ) -> tuple[jax.Array, Routing | None]:
-    """Returns the output of the MLP, and what its router did."""
+    """Returns the output of the MLP, and its routing."""
     if self.experts is not None:
       return self.experts(h, recorded, shares)
     hidden = gated(ACTIVATIONS[self.config.family.activation], self.gate(h), self.up(h))

@@ -79,7 +79,7 @@ class Scores(NamedTuple):
 
 
 class Balance(NamedTuple):
-  """What the load-balancing loss of a minibatch is computed from.
+  """The inputs of the load-balancing loss of a minibatch.
 
   Attributes:
     shares: as in `RecordedRoutes`, of the minibatch.
@@ -91,7 +91,7 @@ class Balance(NamedTuple):
 
 
 def balance_of(model: Transformer, rollouts: Rollouts) -> Balance | None:
-  """Returns what the load-balancing loss of a minibatch needs; None without that loss.
+  """Returns the inputs of the load-balancing loss of a minibatch; None without that loss.
 
   The shares come from the recorded choices, so the loss is a sum over tokens, and micro-batches
   do not change it.

@@ -90,7 +90,7 @@ class HeadSettings:
 
 @flax.struct.dataclass
 class TeacherStates:
-  """What the divergences from a teacher are computed from.
+  """The inputs of the divergences from a teacher.
 
   Attributes:
     hidden: [b, t, d'], the teacher's states at the policy's positions.

@@ -62,7 +62,7 @@ def softmax_statistics(logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, ja
 
 
 class _Sums(NamedTuple):
-  """What is summed over logits z of a token, with m the largest of them.
+  """Sums over the logits z of a token, with m the largest of them.
 
   Attributes:
     largest: m.

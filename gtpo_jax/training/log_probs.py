@@ -28,7 +28,7 @@ from gtpo_jax.training.state import BUILDER_CACHE_SIZE
 
 
 class Reading(NamedTuple):
-  """What a forward pass reads, and the tokens whose log-probs it computes.
+  """The inputs of a forward pass, and the tokens whose log-probs it computes.
 
   Attributes:
     prompts: of the completions.
@@ -50,7 +50,7 @@ class Reading(NamedTuple):
 
   @classmethod
   def of(cls, rollouts: Rollouts) -> Reading:
-    """Returns what the trainer reads of rollouts."""
+    """Returns the trainer's inputs from rollouts."""
     return cls(rollouts.prompts, rollouts.tokens, rollouts.packing, routes=rollouts.routes)
 
 
@@ -61,7 +61,7 @@ class Teaching(NamedTuple):
     model: its architecture.
     params: its parameters.
     distillation: names the divergence.
-    prompts: what it reads.
+    prompts: its prompts.
     weights: f32[n, g, t], the weight of each token's divergence in the loss.
   """
 
@@ -94,7 +94,7 @@ def score(
 def score_with_routers(
   model: Transformer, params: Params, reading: Reading, settings: HeadSettings
 ) -> tuple[jax.Array, jax.Array, RouterStatistics | None]:
-  """Returns what `score` does, and the statistics of the routers [n, g, t]; None if dense."""
+  """As `score`, and returns the statistics of the routers [n, g, t]; None if dense."""
   *head_inputs, router = _head_inputs(model, params, reading)
   outputs = (*log_probs_and_entropy(*head_inputs, settings), router)
   return jax.tree.map(lambda x: _to_completions(x, reading), outputs)

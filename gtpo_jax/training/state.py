@@ -255,7 +255,7 @@ def loss_scale(config: ModelConfig) -> float:
 
 
 def scaled(loss: Callable[..., jax.Array], scale: float) -> Callable[..., jax.Array]:
-  """Returns a function that returns `scale` times what `loss` returns."""
+  """Returns a function that multiplies the result of `loss` by `scale`."""
   if scale == 1:
     return loss
   return lambda *arguments: scale * loss(*arguments)

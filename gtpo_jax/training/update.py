@@ -145,7 +145,7 @@ def make_update(
 def _correct(
   algorithm: Algorithm, rollouts: Rollouts, signals: Signals
 ) -> tuple[Rollouts, Signals, Metrics]:
-  """Returns what the corrections make of a batch, and their metrics.
+  """Applies the corrections to a batch; also returns their metrics.
 
   Args:
     algorithm: says which corrections there are.

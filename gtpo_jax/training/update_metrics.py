@@ -21,7 +21,7 @@ class UpdateMetrics(NamedTuple):
     has_tokens: bool[], whether the minibatch has tokens in the loss.
     gradient: by name, the loss and the norm of its gradient.
     tokens: by name, means over tokens of the minibatch; NaN if it has no such tokens.
-    outcome: by name, what became of the update.
+    outcome: by name, whether the update was skipped or empty, and its coefficients.
     mismatch: from `mismatch_metrics`.
   """
 

@@ -69,7 +69,7 @@ def test_what_a_closed_stream_would_print_does_not_end_up_in_a_file(tmp_path):
   """The next file that is opened would otherwise have the number of the closed stream."""
   script = f"""
 import os, sys
-from gtpo_jax.cli.entry import main
+from gtpo_jax.cli import main
 main(["configs", "tiny"])
 with open({str(tmp_path / "file")!r}, "w") as file:
   assert file.fileno() > 2

@@ -28,7 +28,7 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+?)(\d*)(?:e\w+)?\[([\d,]*)\]")
 
 
 class Collective(NamedTuple):
-  """What one collective of a program sends in all its iterations.
+  """The bytes that one collective of a program sends in all its iterations.
 
   Attributes:
     kind: for example "all-gather".
@@ -50,7 +50,7 @@ def collective_bytes(hlo: str) -> dict[str, int]:
 
 
 def send_seconds(program: Sequence[Collective], chip: Chip, nodes: Sequence[int]) -> float:
-  """Returns the least time that a device takes to send what a program's collectives send.
+  """Returns the least time that a device takes to send a program's collectives.
 
   Within a node, all links are used. Between nodes, a collective uses the network of every member
   that a node has of its group. The two overlap.

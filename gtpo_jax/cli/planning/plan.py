@@ -27,7 +27,7 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import bytes_per_device, island_of
 from gtpo_jax.training.head_logits import default_chunk
 
-# (text) -> a context within which the text is shown as what is under way.
+# (text) -> a context within which the text is shown as the work in progress.
 Waiting = Callable[[str], AbstractContextManager[None]]
 
 TOLERANCE = 1.25  # of estimates, if nothing is estimated to fit
@@ -111,7 +111,7 @@ class Trial(NamedTuple):
 def _search(
   config: Config, devices: Sequence[jax.Device], chip: Chip, waiting: Waiting
 ) -> list[Trial]:
-  """Compiles changes until one fits, and returns what was compiled.
+  """Compiles changes until one fits, and returns the compiled ones.
 
   The fastest ones that are estimated to fit come first. If none of them does, the combination of
   all levers that needs least memory is compiled too, so that a run is said not to fit only if that
@@ -180,7 +180,7 @@ def _try(override: dict[str, Any], programs: RunPrograms, limit: int) -> Trial:
 
 
 def _described(trials: Sequence[Trial]) -> list[dict[str, Any]]:
-  """Returns what was tried, for the result of `plan`."""
+  """Returns the trials, for the result of `plan`."""
   return [
     {"override": _flags(x.override), "program": x.program, "peak_bytes": x.peak, "fits": x.fits}
     for x in trials
@@ -275,7 +275,7 @@ def measure(
 
 
 def _compile_all(programs: RunPrograms, waiting: Waiting) -> list[CompiledProgram]:
-  """Compiles the programs and shows what is under way."""
+  """Compiles the programs and shows the progress."""
   compiled: list[CompiledProgram] = []
   remaining = programs.compile()
   while True:

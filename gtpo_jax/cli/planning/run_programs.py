@@ -1,4 +1,4 @@
-"""The programs of a run: all kinds that it can reach, and what is in memory beside each."""
+"""The programs of a run: all kinds that it can reach, and the memory that others need meanwhile."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class RunPrograms:
   A program is compiled once, however often it is asked for.
 
   Attributes:
-    config: of the run, with what "auto" stands for on these devices.
+    config: of the run; "auto" is replaced by the values for these devices.
     model: the run's model, on its mesh.
     optimizer: the run's optimizer.
     state: the shapes of its state.

@@ -31,7 +31,7 @@ IMPERFECT_OVERLAP = 0.25  # the part of sending that computing does not hide
 
 
 class Candidate(NamedTuple):
-  """Overrides for a run, and estimates of what they cost.
+  """Overrides for a run, and estimates of their costs.
 
   Attributes:
     override: config values by dotted name.
@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
 
 
 class Search:
-  """Estimates what changes of a run's levers cost, and lists the changes that may make it fit.
+  """Estimates the costs of changing a run's levers, and lists the changes that may make it fit.
 
   The levers are the mesh, the micro-batches, whether the optimizer's moments are in host memory,
   the slots, and the format of a base under adapters. Pages take the memory that is left.
@@ -213,7 +213,7 @@ def _seconds(
   slots: int,
   nodes: Sequence[int],
 ) -> float:
-  """Estimates the seconds of a step: the roofline, with an estimate of what is sent."""
+  """Estimates the seconds of a step: the roofline, with an estimate of the bytes sent."""
   data, expert, fsdp, context, tensor = mesh.values()
   devices = math.prod(mesh.values())
   itemsize = DTYPES[c.compute_dtype](0).itemsize

@@ -1,1 +1,1 @@
-"""What `gtpo report` draws, and `curves.png`."""
+"""The HTML page of `gtpo report`."""

@@ -1,4 +1,4 @@
-"""The top of a report: what came of each run, how it was executed, and samples before and after."""
+"""The top of a report: each run's result and execution, and samples before and after training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = 3  # completions shown of the first and of the last step
 
 
 def verdict(group: RunGroup) -> str:
-  """Returns one sentence on what training did to the held-out accuracy of a run group."""
+  """Returns one sentence on how training changed the held-out accuracy of a run group."""
   last = min(run.steps for run in group.runs)
   planned = group.runs[0].config["steps"]
   steps = f"{planned} steps" if last >= planned else f"{last} of {planned} steps so far"
@@ -45,7 +45,7 @@ def verdict(group: RunGroup) -> str:
 
 
 def _base(group: RunGroup) -> list[Any]:
-  """Returns what two groups must share to be compared."""
+  """Returns the settings that two groups must share to be compared."""
   config = group.runs[0].config
   evaluated = config.get("data.eval")
   # Without other problems, a part of those to train on is held out.
@@ -115,7 +115,7 @@ def execution(run: RunLogs) -> list[tuple[str, str]]:
 
 
 def judge_cost(run: RunLogs) -> list[tuple[str, str]]:
-  """Returns what a run's judge has cost, as a pair of name and value; [] without a judge.
+  """Returns the cost of a run's judge, as a pair of name and value; [] without a judge.
 
   A step or an evaluation that was repeated counts once.
   """

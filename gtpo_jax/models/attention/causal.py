@@ -99,7 +99,7 @@ def attend_causally(
     config: the architecture.
     mesh: the devices.
     q: the queries.
-    context: what they attend to.
+    context: the keys, values and masks that they attend to.
     window: the most positions that a query attends to, its own included; None for all before it.
 
   Returns:

@@ -109,7 +109,7 @@ class Attention(nn.Module):
     return self._output(attended, gate)
 
   def _output(self, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
-    """Projects what is attended to [n, g, h, s, e], times the sigmoid of the gates."""
+    """Projects the output of attention [n, g, h, s, e], times the sigmoid of the gates."""
     if gate is not None:
       attended = attended * nn.sigmoid(gate)
     return self.o(jnp.swapaxes(attended, 2, 3))

@@ -25,7 +25,7 @@ PRECISION = "high"
 
 
 class DeltaState(NamedTuple):
-  """What a layer keeps of the positions so far."""
+  """A layer's memory of the positions so far."""
 
   inputs: jax.Array  # [n, g, taps - 1, k, features], the last inputs of the convolution
   memory: jax.Array  # f32[n, g, h, e, f]
@@ -157,7 +157,8 @@ class GatedDeltaNet(nn.Module):
     d = self.config.delta
     heads = jax.nn.silu(convolved)
     q, k, v = jnp.split(heads, (d.key_dim, 2 * d.key_dim), -1)
-    q, k = (jnp.repeat(_unit(x), d.values_per_key, 3) for x in (q, k))
+    unit = lambda x: x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + UNIT_EPS)
+    q, k = (jnp.repeat(unit(x), d.values_per_key, 3) for x in (q, k))
     v = v.reshape(*v.shape[:3], d.value_heads, d.value_dim)
     log_decay = self.decay(self.in_a(x))
     beta = jax.nn.sigmoid(self.in_b(x).astype(jnp.float32))
@@ -176,14 +177,9 @@ class GatedDeltaNet(nn.Module):
     )(*arrays)
 
   def _output(self, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Normalises and gates what the rule returns, f32[n, g, h, s, f], and projects it."""
+    """Normalises, gates and projects the output of the rule, f32[n, g, h, s, f]."""
     gate = jax.nn.silu(self.in_z(x).astype(jnp.float32))
     return self.out((self.delta_norm(jnp.swapaxes(out, 2, 3)) * gate).astype(x.dtype))
-
-
-def _unit(x: jax.Array) -> jax.Array:
-  """Returns vectors f32[..., e] of length 1."""
-  return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + UNIT_EPS)
 
 
 def convolve(
@@ -194,7 +190,7 @@ def convolve(
   Args:
     x: [n, g, s, k, f].
     kernel: [k, f, taps]; the last tap is for the position itself.
-    before: [n, g | 1, taps - 1, k, f], what precedes the first position, the latest last.
+    before: [n, g | 1, taps - 1, k, f], the inputs before the first position, the latest last.
     places: i32[n, g, s], the place of each position in its segment, which `before` precedes. None
       if each row is one segment.
   """
@@ -215,6 +211,6 @@ def convolve(
 
 
 def extended(x: jax.Array, before: jax.Array) -> jax.Array:
-  """Returns `x` [n, g, s, k, f] with what precedes it, [n, g, taps - 1 + s, k, f]."""
+  """Returns `x` [n, g, s, k, f] with the inputs before it, [n, g, taps - 1 + s, k, f]."""
   before = jnp.broadcast_to(before, (*x.shape[:2], *before.shape[2:]))
   return jnp.concatenate([before.astype(x.dtype), x], 2)

@@ -162,7 +162,7 @@ def _solve(system: jax.Array, sides: jax.Array, precision: str) -> jax.Array:
   forever (jaxlib 0.10.2: each occupies a thread of XLA's pool while it waits for others).
 
   Args:
-    system: f32[..., c, c]; what is on and above the diagonal is not read.
+    system: f32[..., c, c]; only read below the diagonal.
     sides: f32[..., c, m].
     precision: of the products, except in the inverse.
   """

@@ -98,7 +98,7 @@ class Experts(nn.Module):
   def __call__(
     self, h: jax.Array, recorded: jax.Array | None = None, shares: jax.Array | None = None
   ) -> tuple[jax.Array, Routing]:
-    """Maps h [n, g, s, d] to the same shape; also returns what the router did.
+    """Maps h [n, g, s, d] to the same shape; also returns the routing.
 
     Args:
       h: the tokens.
@@ -126,7 +126,8 @@ class Experts(nn.Module):
     matrices, axes = zip(*map(self._splittable, declared), strict=True)
     batch = divisible_axis(mesh, h.shape[0], "batch")
     tokens = partition_spec((batch, None, divisible_axis(mesh, h.shape[2], "position"), None))
-    specs = jax.tree.map(partition_spec, axes, is_leaf=_is_axes)
+    is_axes = lambda x: isinstance(x, tuple) and bool(x) and isinstance(x[0], str)
+    specs = jax.tree.map(partition_spec, axes, is_leaf=is_axes)
     computed = jax.shard_map(
       lambda h, ids, weights, matrices: self._local(h, ids, weights, matrices, axes, bool(batch)),
       mesh=mesh,
@@ -207,7 +208,7 @@ class Experts(nn.Module):
     return sum_shards(out, "tensor")
 
   def _in_float32(self, matrix: Matrix) -> Matrix:
-    """Returns a matrix with what is trained in float32, in which gradients of parts are summed."""
+    """Returns a matrix whose trained arrays are float32, in which gradients of parts are summed."""
     exact = lambda x: None if x is None else x.astype(jnp.float32)
     if self.config.lora.rank:
       return matrix._replace(lora_a=exact(matrix.lora_a), lora_b=exact(matrix.lora_b))
@@ -225,8 +226,3 @@ class Experts(nn.Module):
       return all_gather_axis(x, "expert_embed", names.index("expert_embed"))
 
     return Matrix(*map(gather, matrix, axes))
-
-
-def _is_axes(x: Any) -> bool:
-  """Whether a leaf is the logical axes of one array."""
-  return isinstance(x, tuple) and bool(x) and isinstance(x[0], str)

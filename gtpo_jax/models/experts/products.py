@@ -234,7 +234,7 @@ def experts_output(
     matrices: gate and up [experts, d, f], and down [experts, f, d].
     activation: of the gate.
     precision: of the products.
-    lora_scale: what the products of adapters are multiplied by.
+    lora_scale: the factor of the products of adapters.
   """
 
   def product(rows_in: jax.Array, matrix: Matrix) -> jax.Array:

@@ -19,7 +19,7 @@ from gtpo_jax.models.kinds import Mixture
 
 
 class Routing(NamedTuple):
-  """What the router of one layer did with tokens [...]."""
+  """The choices of one layer's router for tokens [...]."""
 
   ids: jax.Array  # i32[..., k], the experts that compute the token
   weights: jax.Array  # f32[..., k], of their outputs
@@ -28,7 +28,7 @@ class Routing(NamedTuple):
 
 @flax.struct.dataclass
 class RouterStatistics:
-  """What is measured of one router, or of all layers' routers."""
+  """Measurements of one router, or of all layers' routers."""
 
   entropy: jax.Array  # f32[...], nats, of the distribution over experts
   # f32[...], 1 where the router would have chosen other experts than the recorded ones; of several
@@ -114,7 +114,7 @@ class RouteShape(NamedTuple):
 
 
 def no_route(dtype: np.dtype) -> int:
-  """Returns what stands for a choice that was not recorded."""
+  """Returns the value of a choice that was not recorded."""
   return int(np.iinfo(dtype).max)
 
 

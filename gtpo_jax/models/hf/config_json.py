@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,27 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
   max_length = rope_scaling.max_length(context) if rope_scaling else context
   kinds = tuple(_kinds(values, family, layers, local_theta, path, max_length))
   has_delta = any(kind.mixer == DELTA for kind in kinds)
+  kv_heads = sizes("num_key_value_heads", heads)
+  if heads % kv_heads:
+    raise UserError(
+      f"{path!r} has num_attention_heads = {heads}, which is not a multiple of "
+      f"num_key_value_heads = {kv_heads}"
+    )
+  biases = set(family.biases)
+  for key, matrices in family.optional_biases.items():
+    if flag(values, key, path):
+      biases.update(matrices)
+
+  def optional(key: str, known: Collection[str]) -> float | None:
+    is_set = key in known and values.get(key) is not None
+    return number(values, key, path, ABOVE_0) if is_set else None
+
   return ModelConfig(
     vocab_size=sizes("vocab_size"),
     width=width,
     layers=layers,
     heads=heads,
-    kv_heads=_kv_heads(values, heads, path),
+    kv_heads=kv_heads,
     head_dim=_head_dim(values, width, heads, path),
     mlp=sizes("intermediate_size"),
     tied=flag(values, "tie_word_embeddings", path),
@@ -96,10 +112,10 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
     rope_share=read_share(values, family, path),
     kinds=kinds,
     delta=DeltaSizes(*map(sizes, DELTA_KEYS)) if has_delta else None,
-    query_scalar=_query_scalar(values, path),
+    query_scalar=optional("query_pre_attn_scalar", family.defaults),
     mixture=_mixture(values, family, path),
-    clip_qkv=_clip_qkv(values, family, path),
-    biases=_biases(values, family, path),
+    clip_qkv=optional("clip_qkv", family.keys),
+    biases=tuple(name for name in MATRICES if name in biases),
     model_type=values["model_type"],
     param_dtype=dtype,
     compute_dtype=dtype,
@@ -231,12 +247,6 @@ def _mixture(values: dict[str, Any], family: Family, path: str) -> Mixture | Non
   )
 
 
-def _clip_qkv(values: dict[str, Any], family: Family, path: str) -> float | None:
-  if "clip_qkv" not in family.keys or values.get("clip_qkv") is None:
-    return None
-  return number(values, "clip_qkv", path, ABOVE_0)
-
-
 def _rotates(values: dict[str, Any], family: Family, layers: int, path: str) -> list[bool]:
   """Returns which layers rotate queries and keys; `no_rope_layers` has 1 for layers that do."""
   if not family.no_rope_interval:
@@ -262,22 +272,6 @@ def _per_layer(values: dict[str, Any], key: str, path: str) -> int:
   return value
 
 
-def _query_scalar(values: dict[str, Any], path: str) -> float | None:
-  if "query_pre_attn_scalar" not in FAMILIES[values["model_type"]].defaults:
-    return None
-  return number(values, "query_pre_attn_scalar", path, ABOVE_0)
-
-
-def _kv_heads(values: dict[str, Any], heads: int, path: str) -> int:
-  kv_heads = size(values, "num_key_value_heads", path, heads)
-  if heads % kv_heads:
-    raise UserError(
-      f"{path!r} has num_attention_heads = {heads}, which is not a multiple of "
-      f"num_key_value_heads = {kv_heads}"
-    )
-  return kv_heads
-
-
 def _head_dim(values: dict[str, Any], width: int, heads: int, path: str) -> int:
   if "head_dim" not in values and width % heads:
     raise UserError(
@@ -291,15 +285,6 @@ def _head_dim(values: dict[str, Any], width: int, heads: int, path: str) -> int:
       f"{path!r} has head_dim = {head_dim}{stated}; it must be even for rotary positions"
     )
   return head_dim
-
-
-def _biases(values: dict[str, Any], family: Family, path: str) -> tuple[str, ...]:
-  """Returns the matrices with a bias, in the order of `MATRICES`."""
-  found = set(family.biases)
-  for key, matrices in family.optional_biases.items():
-    if flag(values, key, path):
-      found.update(matrices)
-  return tuple(name for name in MATRICES if name in found)
 
 
 def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -339,7 +324,7 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def _written_mixture(config: ModelConfig) -> dict[str, Any]:
-  """Returns what config.json says of experts."""
+  """Returns the settings of experts in config.json."""
   family = config.family
   if not family.expert_mlp:
     return {}
@@ -360,7 +345,7 @@ def _written_mixture(config: ModelConfig) -> dict[str, Any]:
 
 
 def _written_kinds(config: ModelConfig) -> dict[str, Any]:
-  """Returns what config.json says of single layers, and of angles that not all layers have."""
+  """Returns the settings of single layers, and of angles that not all layers have."""
   family = config.family
   kinds = config.layer_kinds
   values: dict[str, Any] = {}
@@ -397,7 +382,7 @@ def _written_kinds(config: ModelConfig) -> dict[str, Any]:
 
 
 def with_carried(model: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
-  """Returns the config.json of a text model with what only other programs read of its source's.
+  """Returns a text model's config.json, with the source's settings that only other programs read.
 
   Args:
     model: from `to_hf_config`.
@@ -412,7 +397,7 @@ def with_carried(model: dict[str, Any], source: dict[str, Any]) -> dict[str, Any
 
 
 def source_defaults(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns what an export keeps of config.json and of generation_config.json of its source.
+  """Returns the settings that an export keeps of its source's two config files.
 
   These are the beginning-of-text id and the sampling defaults. Training depends on neither.
   """

@@ -106,7 +106,7 @@ def _from_hub(name: str) -> Path:
 
 
 def fingerprints(name: str | None) -> dict[str, str]:
-  """Returns what tells a model folder from another one, by name; {} for none or a remote one.
+  """Returns the fingerprint of a model folder, by name; {} for none or a remote one.
 
   This is a digest of the names of its files, the sizes of those with weights, and the contents of
   all others.
@@ -187,7 +187,7 @@ def atomic_folder(folder: epath.Path) -> Iterator[epath.Path | None]:
 
 
 def _make_temporary(folder: epath.Path) -> epath.Path:
-  """Creates the temporary folder beside `folder`, and deletes what killed processes left."""
+  """Creates the temporary folder beside `folder`, and deletes those of killed processes."""
   if is_remote(folder):
     with storage_errors(f"cannot write {str(folder)!r}", UserError):
       if folder.exists():

@@ -94,7 +94,7 @@ SUPPORTED = {
   "final_logit_softcapping": None,
   "use_bidirectional_attention": False,
 }
-# Settings that `read_config` reads, besides the sizes and what a `Family` names.
+# Settings that `read_config` reads, besides the sizes and the keys that a `Family` names.
 READ = {
   "model_type",
   "rms_norm_eps",

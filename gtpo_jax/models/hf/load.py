@@ -251,7 +251,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]]:
-  """Returns the entries of a safetensors file by tensor name; offsets count from its start."""
+  """Returns a safetensors file's entries by tensor name, with offsets from the file's start."""
   try:
     if not is_remote(file):
       with safetensors.safe_open(file, framework="numpy"):
@@ -277,7 +277,7 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_offsets(entries: list[tuple[str, list]], size: int) -> None:
-  """Checks what the library checks in a file that it opens itself."""
+  """Checks offsets and sizes as the library does in a file that it opens itself."""
   end = 0
   tensors = [dict(entry) for name, entry in entries if name != "__metadata__"]
   for entry in sorted(tensors, key=lambda entry: entry["data_offsets"]):
@@ -292,12 +292,12 @@ def _check_offsets(entries: list[tuple[str, list]], size: int) -> None:
     raise ValueError(f"its tensors have {end} bytes, the file has {size}")
 
 
-# What replaces the start of the names of a text model's tensors: first as Transformers saves such
-# models, then as version 5 names the tensors in memory.
+# Replacements for the start of the names of a text model's tensors: first as Transformers saves
+# such models, then as version 5 names the tensors in memory.
 PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 HEAD = "lm_head."
 TEXT_MODULE = "language_model"  # of the whole model, where adapters are
-# Files that programs need to prepare what is not text.
+# Files that programs need to prepare other inputs than text.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 

@@ -98,7 +98,7 @@ class StoredLayout(NamedTuple):
   kind: Kind
   shape: tuple[int, ...]  # in our format
   inputs: int  # number of leading axes that a matrix contracts
-  parts: tuple[int, ...] = ()  # what the features of a head consist of, see `Declaration`
+  parts: tuple[int, ...] = ()  # of the features of a head, see `Declaration`
 
   @classmethod
   def of(cls, leaf: str, declaration: Declaration, first: int) -> StoredLayout:
