@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
+from fractions import Fraction
 from typing import NamedTuple
 
 
@@ -59,19 +61,65 @@ FOREIGN = (
   "\u066e-\u06ef\u0900-\u0965\u0970-\u0dff\u0e00-\u0e4f\u1100-\u11ff\u1e00-\u1eff\u3040-\u30ff"
   "\u3400-\u9fff\uac00-\ud7a3"
 )
-# The first digits of scripts that write decimal numbers as Latin ones do.
-ZEROS = "\u0660\u06f0\u0966\u09e6\u0e50\uff10"
-# Full-width forms and punctuation of East Asian scripts, and digits of other scripts, as ASCII.
-TO_ASCII = str.maketrans(
-  {
-    **{0xFF01 + i: chr(0x21 + i) for i in range(0x5E - 1)},
-    **{ord(zero) + i: str(i) for zero in ZEROS for i in range(10)},
-    "、": ",",
-    "\u3000": " ",
-    "\u066b": ".",
-    "【": "[",
-    "】": "]",
-  }
+# Hyphens, dashes and minus signs that are not in Unicode's category of dashes.
+_MINUS_SIGNS = "\u00ad\u02d7\u207b\u208b\u2212\u2796"
+# Characters without a width that are in no category of their own.
+_INVISIBLE = re.compile("[\u034f\u115f\u1160\u20e3\u2800\u3164\ufe00-\ufe0f\uffa0]")
+_RAISED = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207f]+")
+_LOWERED = re.compile("[\u2080-\u208e]+")
+
+
+class _Ascii(dict):
+  """What characters are in ASCII, for `str.translate`; looked up on first use.
+
+  Decimal digits of all scripts, dashes, spaces, fractions, full-width forms and the letters of
+  mathematics have an equivalent; invisible characters become nothing. Others stay.
+  """
+
+  def __missing__(self, code: int) -> str:
+    self[code] = self._equivalent(chr(code))
+    return self[code]
+
+  @staticmethod
+  def _equivalent(char: str) -> str:
+    category = unicodedata.category(char)
+    if char.isascii():
+      return char
+    if category == "Nd":
+      return str(unicodedata.decimal(char))
+    if category == "Pd" or char in _MINUS_SIGNS:
+      return "-"
+    if category == "Cf" or _INVISIBLE.match(char):
+      return ""
+    if category in ("Zs", "Zl", "Zp"):
+      return " " if category == "Zs" else "\n"
+    form = unicodedata.decomposition(char).partition(" ")[0]
+    plain = unicodedata.normalize("NFKC", char)
+    if form == "<fraction>" and not plain.endswith("\u2044"):
+      return "\\frac{{{}}}{{{}}}".format(*plain.split("\u2044"))
+    is_letter = form == "<font>" and ord(char) >= 0x1D400
+    return plain if plain.isascii() and (is_letter or form in ("<wide>", "<small>")) else char
+
+
+TO_ASCII = _Ascii(
+  str.maketrans(
+    {
+      "、": ",",
+      "\u066b": ".",
+      "\u066c": ",",
+      "\u2018": "'",
+      "\u2019": "'",
+      "\u02bc": "'",
+      "\u2044": "/",
+      "\u2215": "/",
+      "\u2236": ":",
+      "\u2062": "*",
+      "\u2063": ",",
+      "\u2064": "+",
+      "【": "[",
+      "】": "]",
+    }
+  )
 )
 # Words after a number that multiply it.
 SCALES = {
@@ -80,7 +128,36 @@ SCALES = {
   "million": 10**6,
   "billion": 10**9,
   "trillion": 10**12,
+  "quadrillion": 10**15,
+  "quintillion": 10**18,
+  "sextillion": 10**21,
+  "septillion": 10**24,
+  "octillion": 10**27,
+  "nonillion": 10**30,
+  "decillion": 10**33,
+  "googol": 10**100,
+  "lakh": 10**5,
+  "crore": 10**7,
+  "myriad": 10**4,
+  "grand": 1000,
+  "gross": 144,
+  "score": 20,
   "dozen": 12,
+  "permille": Fraction(1, 1000),
+  "basis point": Fraction(1, 10**4),
+  **dict.fromkeys(("half", "halve"), Fraction(1, 2)),  # and an s
+  **{
+    name: Fraction(1, number)
+    for number, name in enumerate(
+      str.split("third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"), 3
+    )
+  },
+  "sixteenth": Fraction(1, 16),
+  "twentieth": Fraction(1, 20),
+  "hundredth": Fraction(1, 100),
+  "thousandth": Fraction(1, 1000),
+  "millionth": Fraction(1, 10**6),
+  "billionth": Fraction(1, 10**9),
   **dict.fromkeys(("百", "백"), 100),
   **dict.fromkeys(("千", "천", "тыс", "тысяч", "тысячи", "тысяча", "ألف", "آلاف"), 1000),
   **dict.fromkeys(("tausend", "mille", "tysiąc", "tysięcy", "nghìn", "ribu", "हज़ार"), 1000),
@@ -114,6 +191,15 @@ CHANGING_PARTS = str.split(
 def nfc(text: str) -> str:
   """Returns the text with each letter and its accents as one character, where there is one."""
   return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def to_ascii(text: str) -> str:
+  """Returns the text with the equivalents of `TO_ASCII`, and with raised text as exponents."""
+  if text.isascii():
+    return text
+  text = _RAISED.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+  text = _LOWERED.sub(lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+  return text.translate(TO_ASCII)
 
 
 def words_of(part: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from gtpo_jax.rewards.finding import after_thinking, boxed_answer, marked_answer, without_ending
-from gtpo_jax.rewards.languages import TO_ASCII, nfc, words_of
+from gtpo_jax.rewards.languages import nfc, to_ascii, words_of
 
 _SURROUNDINGS = " \t\r\n*`\"'"
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|tt)?|mathrm|mbox)\{([^{}]*)\}")
@@ -90,5 +90,5 @@ def choice_vote(completion: str) -> str | None:
 
 def _letters(text: str) -> str:
   """Returns a text without mathematical marks, and with the letters of ASCII."""
-  text = text if text.isascii() else text.translate(TO_ASCII)
+  text = to_ascii(text)
   return _MATH_MARKS.sub("", _TEXT_COMMAND.sub(r"\1", text))

@@ -13,23 +13,11 @@ from gtpo_jax.rewards.finding import (
   phrases,
   without_ending,
 )
-from gtpo_jax.rewards.languages import FOREIGN, TO_ASCII
+from gtpo_jax.rewards.languages import FOREIGN
 from gtpo_jax.rewards.math.normalize import clean
-from gtpo_jax.rewards.math.values import WORDS, read
+from gtpo_jax.rewards.math.running_text import MAX_CHARS, last_expression, stated
+from gtpo_jax.rewards.math.values import WORDS, Number, read
 
-MAX_CHARS = 1000  # longest answer that is compared; the longest gold answer of MATH-500 has 159
-TAIL_CHARS = 2000  # end of a completion that is searched first for the last number, to save time
-
-_DIGITS = r"\d{1,3}(?:,\d{3})+(?![\d,])|\d+"
-_NUMBER = re.compile(
-  # a date or a time
-  r"\d+(?:[-/:]\d+){2,}|\d+:\d+"
-  # or, with a minus sign unless that is a subtraction, a \frac,
-  r"|(?:(?<![\w)\]}])[-−])?(?:\\[dt]?frac\{\d+\}\{\d+\}"
-  # or digits with a denominator, an exponent or a percent sign
-  rf"|(?:(?:{_DIGITS})(?:\.\d+)?|\.\d+)(?:/\d+|[eE][-+]?\d+|\s*\\?%)?)",
-  re.ASCII,
-)
 _SENTENCE_END = re.compile(r"[.?](?:\s|$)|[。？]")
 # A word that is not a LaTeX command, a conjunction, a function, or a unit directly after a digit.
 _PROSE = re.compile(
@@ -48,7 +36,7 @@ def extract(completion: str) -> str | None:
     text = answer.text if answer.is_whole else _focus(answer.text)
     if text or answer.is_whole:
       return text
-  return _last_number(after_thinking(completion))
+  return last_expression(after_thinking(completion))
 
 
 def gold_answer(gold: str) -> str:
@@ -64,17 +52,6 @@ def gold_answer(gold: str) -> str:
   return match[1] if match else gold
 
 
-def _last_number(text: str) -> str | None:
-  if not text.isascii():
-    text = text.translate(TO_ASCII)
-  for window in (TAIL_CHARS, len(text)):
-    match = last_match(_NUMBER, text[-window:])
-    # A match near the start of the window may be cut off by it.
-    if match and (match.start() > MAX_CHARS or window >= len(text)):
-      return match[0]
-  return None
-
-
 def _focus(line: str) -> str | None:
   """Returns the answer in the text that follows `Answer:` or `####` on its line.
 
@@ -82,13 +59,15 @@ def _focus(line: str) -> str | None:
   of that sentence if it is prose. A line of more than MAX_CHARS characters gives its last number.
   """
   if len(line) > MAX_CHARS:
-    return _last_number(line)
-  formulas = [dollars or parentheses for dollars, parentheses in _FORMULA.findall(line)]
+    return last_expression(line)
+  formulas = list(_FORMULA.finditer(line))
   # In "$5 more than $8" the dollar signs are a currency.
-  if formulas and not _PROSE.search(clean(formulas[-1])):
-    return formulas[-1]
+  if formulas and not _PROSE.search(clean(formula := formulas[-1][1] or formulas[-1][2])):
+    around = (line[: formulas[-1].start()], line[formulas[-1].end() :])
+    return stated(around[0], formula, around[1]) or line
   end = _SENTENCE_END.search(line)
   sentence = without_ending(line[: end.start()] if end else line)
-  if _PROSE.search(read(sentence)[0]) and not WORDS.fullmatch(clean(sentence)):
-    return _last_number(sentence) or sentence
+  text, value = read(sentence)
+  if not isinstance(value, Number) and _PROSE.search(text) and not WORDS.fullmatch(clean(sentence)):
+    return last_expression(sentence) or sentence
   return sentence

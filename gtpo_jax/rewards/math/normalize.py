@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import re
 
-from gtpo_jax.rewards.languages import (
-  CHANGING_PARTS,
-  CHANGING_WORDS,
-  FOREIGN,
-  SCALED_UNITS,
-  SCALES,
-  TO_ASCII,
-)
+from gtpo_jax.rewards.languages import CHANGING_PARTS, FOREIGN, SCALED_UNITS, SCALES, to_ascii
+from gtpo_jax.rewards.math.units import FOREIGN_UNITS, UNIT_STARTS, is_unit
 
-# Replacements of single characters.
-_CHARACTERS = TO_ASCII | str.maketrans(
+# Replacements of single characters, after those of `to_ascii`.
+_CHARACTERS = str.maketrans(
   {
-    "−": "-",
-    "–": "-",
-    "—": "-",
     "×": "\\times ",
     "·": "\\cdot ",
     "⋅": "\\cdot ",
@@ -33,22 +24,13 @@ _CHARACTERS = TO_ASCII | str.maketrans(
     "∈": "\\in ",
     "±": "\\pm ",
     "≈": "=",
-    "²": "^2",
-    "³": "^3",
-    "½": "\\frac{1}{2}",
-    "⅓": "\\frac{1}{3}",
-    "⅔": "\\frac{2}{3}",
-    "¼": "\\frac{1}{4}",
-    "¾": "\\frac{3}{4}",
-    "’": "'",
     "`": "",
-    **dict.fromkeys("\xa0\u2009\u202f", " "),
     **dict.fromkeys("€£¥₹￥₽₩₺₫"),  # None deletes the character
     "和": " and ",
     "或": " or ",
   }
 )
-_TEXT_COMMAND = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)"
+TEXT_COMMAND = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)"
 _HEDGE = r"(?:approximately|approx\.?|about|around|roughly|exactly|USD|EUR)"
 _REWRITES = [
   (re.compile(pattern), replacement)
@@ -57,7 +39,7 @@ _REWRITES = [
     (r"(?<!\\)\\[,!;: ]|~|\\q?quad(?![a-z])|\\[bB]igg?[lr]?(?![a-z])|\\displaystyle", " "),
     (r"\\(?:left|right)(?![a-z])\.?", ""),
     (r"(?<!\\)\\?\$|(?<!\\)\\[()]|^\s*\\\[|\\\]\s*$", ""),
-    (_TEXT_COMMAND + r"\s*\{([^{}]*)\}", r" \1 "),
+    (TEXT_COMMAND + r"\s*\{([^{}]*)\}", r" \1 "),
     (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degrees?(?![a-z])", ""),
     (r"\\%|\\percent|\bper\s?cent\b", "%"),
     (r"\\[dtc]frac", r"\\frac"),
@@ -67,6 +49,10 @@ _REWRITES = [
     (r"(?<![\\\w])pi\b", r"\\pi "),
     (r"\\approx(?![a-z])", "="),
     (r"^\s*" + _HEDGE + r"\s+", ""),
+    (r"^\s*(?:[Mm]inus|[Nn]egative)\s+(?=[\d.\\])", "-"),
+    (r"(?<=\d) [xX] ?(?=\d)|(?<=\d)[xX](?=10\s*\^)", r" \\times "),
+    (r"(?<=\d)['_](?=\d{3}(?!\d))", ","),
+    (r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])", lambda match: match[0].replace(".", "")),
     (r"\s+", " "),
   )
 ]
@@ -77,15 +63,13 @@ _UNIT = re.compile(
   r"([A-Za-z]+)\.?\s*(?:\^\s*\{?-?[23]\}?)?$"
 )
 _UNIT_WINDOW = 60  # maximum characters of a unit; bounds the search
-# Units of fewer than _MIN_UNIT_CHARS letters. Any longer word after a number counts as a unit.
 _SHORT_UNITS = frozenset(
   str.split(
-    "mm cm dm km in ft yd mi mg kg lb oz ml mL cl dl kW min sec hr day mph kph kmh am pm sq rad "
-    "deg usd USD EUR men cup box car cat dog egg hat pen pie bag toy job way"
+    "mm cm dm km ft yd mi mg kg lb oz ml mL cl dl kW kWh MW GW kJ kN Pa kPa Hz kHz MHz GHz sec hr "
+    "mph kph kmh am pm rad deg usd USD EUR GBP nm mol KB MB GB TB yr yrs hrs secs mins"
   )
 )
 _LETTER_UNITS = frozenset("mgshlLJNWVK")
-_MIN_UNIT_CHARS = 4
 # Words after a number that change its value, so they are not units.
 MEANINGFUL_WORDS = frozenset(
   str.split(
@@ -96,8 +80,6 @@ MEANINGFUL_WORDS = frozenset(
 # A word with a letter of another script, or with an accent, after a number or a space.
 _FOREIGN_WORD = re.compile(rf"(?<=[\d)}}% ])[A-Za-z]*[{FOREIGN}][A-Za-z{FOREIGN}]*\.?$")
 _NO_SPACES = re.compile("[\u1100-\u11ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]")
-_FUNCTION = re.compile(r"a?r?c?(?:sin|cos|tan|log|ln|sqrt|exp)")  # as in 5 sinx
-
 SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two digits: 7 2 is not 72
 
 
@@ -108,16 +90,16 @@ def clean(text: str) -> str:
   degree signs, a leading word such as "about" and a final full stop are removed; \\dfrac and √
   become \\frac and \\sqrt.
   """
-  text = text.translate(_CHARACTERS)
+  text = to_ascii(text).translate(_CHARACTERS)
   for pattern, replacement in _REWRITES:
     text = pattern.sub(replacement, text)
   return text.lstrip(" *_:;,").rstrip(" .,;:*_")
 
 
 def strip_units(text: str) -> str:
-  """Removes the unit after a number. Units are neither compared nor converted.
+  """Removes the known units after a number. Units are neither compared nor converted.
 
-  Words that change the number, such as "million" or "squared", are not units.
+  A word that is no known unit stays, because it could change the number.
   """
   text = _strip_foreign_units(text)
   while match := _UNIT.search(text, max(0, len(text) - _UNIT_WINDOW)):
@@ -125,18 +107,17 @@ def strip_units(text: str) -> str:
     rest = text[: match.start()].rstrip()
     # 5 m and 60 km/h have a unit, but 5m may be a product.
     is_letter = word in _LETTER_UNITS and not match[0].startswith(word)
-    is_short = word in _SHORT_UNITS or word.removesuffix("s") in _SHORT_UNITS
-    is_word = (
-      len(word) >= _MIN_UNIT_CHARS
-      and word.lower() not in MEANINGFUL_WORDS
-      and word.lower() not in CHANGING_WORDS
-      and word.lower() not in SCALES
-      and not _FUNCTION.match(word)
-    )
-    if not (is_letter or is_short or is_word) or not re.search(r"\d|\\", rest):
+    is_known = is_letter or word in _SHORT_UNITS or is_unit(word)
+    if not is_known or scale_of(word) or not re.search(r"\d|\\", rest):
       break
     text = rest
   return text
+
+
+def scale_of(word: str) -> object:
+  """Returns the number by which a word multiplies the one before it, or None."""
+  word = word.lower()
+  return SCALES.get(word) or SCALES.get(word.removesuffix("s"))
 
 
 def _strip_foreign_units(text: str) -> str:
@@ -145,7 +126,7 @@ def _strip_foreign_units(text: str) -> str:
   while match := _FOREIGN_WORD.search(text, max(0, len(text) - _UNIT_WINDOW)):
     rest = text[: match.start()]
     kept = _kept_of_unit(match[0].rstrip(".").casefold())
-    if not re.search(r"\d|\\", rest) or kept == match[0]:
+    if not re.search(r"\d|\\", rest) or kept == match[0].rstrip(".").casefold():
       break
     text = (rest + kept).rstrip()
   return text
@@ -153,10 +134,11 @@ def _strip_foreign_units(text: str) -> str:
 
 def _kept_of_unit(word: str) -> str:
   """Returns what changes the number before a word: all of it, its start as in 万元, or nothing."""
-  if word in SCALES or word in CHANGING_WORDS:
-    return word
-  if not _NO_SPACES.match(word) or word.startswith(SCALED_UNITS):
-    return ""
-  if scale := max((s for s in SCALES if word.startswith(s)), key=len, default=""):
-    return scale
-  return word if any(part in word for part in CHANGING_PARTS) else ""
+  if not _NO_SPACES.match(word):
+    return "" if word in FOREIGN_UNITS else word
+  sizes = () if word.startswith(SCALED_UNITS) else (3, 2, 1)
+  scale = next((word[:size] for size in sizes if word[:size] in SCALES), "")
+  unit = word.removeprefix(scale)
+  start = next((start for start in UNIT_STARTS if unit.startswith(start)), "")
+  changes = any(part in unit.removeprefix(start) for part in CHANGING_PARTS)
+  return word if changes or (unit and not start) else scale

@@ -44,7 +44,7 @@ class Composite(NamedTuple):
   Attributes:
     kind: the pair of brackets, such as "()"; "list" if there are no brackets; "row" for numbers
       with only spaces between them; "union" for a union of intervals; "named" for values with
-      names, as in x = 1, y = 2.
+      names, as in x = 1, y = 2; "base" for digits and their base.
     items: the values.
     names: the names of a "named" group, in the order of its items.
   """
@@ -65,10 +65,14 @@ _REPEATING = re.compile(
   r"([-+]?) ?(\d*)\.(\d*) ?(?:\\(?:overline|bar|dot) ?(?:\{(\d{1,50})\}|(\d))|\((\d{1,50})\))",
   re.ASCII,
 )
+# Digits with a base, as in 101_2 and 1F_{16}.
+_BASED = re.compile(r"\(?([0-9][0-9A-Fa-f]*)\)?(?:_|_\{| base )(\d{1,2}|[a-z]{3,8})\}?")
 _HEX = re.compile(r"-?0[xX][0-9a-fA-F]+")
 # Numbers with only spaces between them. math-verify would read a product: 1 0 2 as 0.
 _ROW = re.compile(r"[-+]?\d+(?:\.\d+)?(?: [-+]?\d+(?:\.\d+)?)+", re.ASCII)
-_SCALED = re.compile(rf"(.*\d) ?({'|'.join(sorted(SCALES, key=len, reverse=True))})s?")
+_SCALED = re.compile(
+  rf"(.*[\d}}])[ -]?({'|'.join(sorted(SCALES, key=len, reverse=True))})s?", re.IGNORECASE
+)
 _COUNTING_WORDS = str.split("zero one two three four five six seven eight nine ten eleven twelve")
 _COUNT = {word: Fraction(number) for number, word in enumerate(_COUNTING_WORDS)}
 _DATE_OR_TIME = re.compile(
@@ -168,11 +172,13 @@ def _value(text: str, depth: int = 0) -> Value | None:
     number = _value(scaled[1], depth + 1)
     if not isinstance(number, Number) or not isinstance(number.value, Fraction):
       return None
-    return Number(number.value * SCALES[scaled[2]])
+    return Number(number.value * SCALES[scaled[2].lower()])
   if "=" in text and not re.search(r"[A-Za-z,;<>]", text):  # 2 + 3 = 5
     return _value(text.rsplit("=", 1)[1].strip(), depth + 1)
   if "," in text and text[:1] in "([":  # (1,234) is a point, 1,234 a number
     return _group(text, depth)
+  if based := _BASED.fullmatch(text):
+    return Composite("base", based.groups())
   if text[:1] == "(" and (number := _literal(text[1:-1].strip())):  # (073)
     return number
   value = exact_value(text)

@@ -26,11 +26,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gtpo_jax.rewards.finding import after_thinking
+from gtpo_jax.rewards.languages import FOREIGN
 from gtpo_jax.rewards.math.arithmetic import CLOSE, MAX_DEPTH, OPEN
 from gtpo_jax.rewards.math.dapo import dapo_correct
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract, gold_answer
 from gtpo_jax.rewards.math.normalize import SPACE, clean
-from gtpo_jax.rewards.math.values import Composite, read, same
+from gtpo_jax.rewards.math.values import Composite, Number, read, same
 from gtpo_jax.rewards.math.worker_pool import WorkerPool, shared_pool, wait_all
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
@@ -130,6 +131,15 @@ _TOO_COSTLY = re.compile(
   re.ASCII,
 )
 _EQUATION = re.compile(r"(?=.*[A-Za-z])[^=<>,;]+=[^=<>,;]+")
+# A word that is neither a unit nor mathematics, or a number that is no digit, such as ⑤. What has a
+# value does not equal what has such a word, and math-verify would read letters.
+_UNREAD = re.compile(
+  r"(?<![\\A-Za-z{])(?!(?:sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|arc[a-z]+|lim|det|gcd|lcm|cup|cap"
+  r"|and|or)(?![a-z]))[^\W\d_]{2,}"
+  rf"|[{FOREIGN}]|(?<=\d)(?:and|or)\b|\b(?:and|or)$|[\u2150-\u218b\u2460-\u249b\u2776-\u2793\u3220-\u33ff]"
+  r"|[^\W\d_a-zA-Z\u0370-\u03ff]"
+)
+_RELATION = re.compile(r"[<>≠]|\\(?:l|g|n)(?:e|eq|t|eqslant)(?![a-z])|\\not(?![a-z])|!=")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOICE_FIRST = re.compile(r"\(?([A-J])(?:[.):]|\)?$)")
 
@@ -158,6 +168,8 @@ def compare(gold: str, answer: str) -> bool | Undecided | None:
     return choice[1] == chosen[1]
   if not answer:
     return False
+  if isinstance(gold_value, Composite) and gold_value.kind == "base" and answer.isdigit():
+    return answer == gold_value.items[0]  # a problem that names the base may leave it out
   if gold_value is not None and answer_value is not None:
     verdict = same(gold_value, answer_value)
     if verdict is not None:
@@ -166,7 +178,11 @@ def compare(gold: str, answer: str) -> bool | Undecided | None:
     # The gold answer is a word and the answer is not. math-verify would read a word as a product of
     # letters and accept "evil" for "live".
     return False
-  elif any(isinstance(x, Composite) and x.kind == "row" for x in (gold_value, answer_value)):
+  unread = gold_value is not None and _UNREAD.search(answer)
+  related = isinstance(gold_value, Number) and _RELATION.search(answer)
+  values = (gold_value, answer_value)
+  row = any(isinstance(x, Composite) and x.kind in ("row", "base") for x in values)
+  if unread or related or row:
     return False
   if _depth(answer) > MAX_DEPTH or _TOO_COSTLY.search(answer):
     return None

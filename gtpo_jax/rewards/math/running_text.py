@@ -1,0 +1,256 @@
+r"""Finds the last number of running text, with all of the expression that it is a part of.
+
+The number in `3\sqrt{2}`, `2^10`, `5x` and `12 500` is the whole expression: to take a piece of it
+would accept what the text does not state. What is next to a number is joined to it if it could
+change its value; if the whole cannot be read, it equals nothing. A number that a text hedges, as in
+"not 5", "less than 5" or "3 or 5", is no answer. Numbers in words are not read.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import NamedTuple
+
+from gtpo_jax.rewards.languages import SCALED_UNITS, SCALES, to_ascii
+from gtpo_jax.rewards.math.normalize import TEXT_COMMAND
+from gtpo_jax.rewards.math.values import read, same
+
+MAX_CHARS = 1000  # longest answer that is compared; the longest gold answer of MATH-500 has 159
+AFTER_CHARS = 300  # after the last digit, which are read too
+
+# What is not mathematics, and its replacement.
+_MARKUP = [
+  (re.compile(pattern), replacement)
+  for pattern, replacement in (
+    (r"<<[^<>\n]*>>|</?[A-Za-z_]{2,}[^<>\n]*>|</?[biup]>", " "),  # of a calculator, or of HTML
+    (r"(?<=[^\W\d_])[\u2013\u2014\u2015](?=\d)", ": "),  # a dash of prose
+    (TEXT_COMMAND + r"\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-z])|\\?\$|\\[()\[\]]", ""),
+    (r"\\(?:[,!;: ]|q?quad(?![a-z]))|~", " "),
+    (r"\\\\", "\n"),
+    (
+      r"[-=]+>|[\u2190-\u21ff\u2234\u2235\u27f5-\u27ff]|\\(?:implies|to|(?:long)?(?:left)?rightarrow|Rightarrow|therefore)(?![a-z])",
+      ": ",
+    ),
+    (r"(?<![\w)\]}*])\*\*(?=\S)(.+?)(?<=\S)\*\*(?![\w(*])", r"\1"),
+    (r"\\%", "%"),
+    (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
+    (r"(?<![$\d.,])(\d[\d.,]*)[mghslLJNWV](?=\s+[a-z]{2})", r"\1"),  # in prose, a unit
+  )
+]
+_TOKEN = re.compile(
+  r"(?P<number>\d+(?:[-/:]\d+){2,}|\d+(?::\d+)+|(?:\d[\d,.'_]*\d|\d|\.\d+)(?:[eE][-+]?\d+)?)"
+  r"|(?P<word>(?P<named>\\[A-Za-z]+)|[^\W\d_]{2,})|(?P<letter>[^\W\d_])|(?P<space>\s+)"
+  r"|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<relation>[<>!]=|[<>\u2260\u2264\u2265])"
+  r"|(?P<stop>[;?\"#&@`!\u2026\u3002]|[.,:'](?!\d)|==?|[\u2248\u223c])"
+  r"|(?P<operator>\*\*|[-+*/^_%|\u00d7\u00b7\u22c5\u00f7\u221a\u00b1])|(?P<other>.)",
+  re.DOTALL,
+)
+_FUNCTIONS = str.split("sqrt pi sin cos tan cot sec csc log ln exp mod modulo infinity")
+_NAMED_STOPS = ("\\approx", "\\sim", "\\ldots", "\\dots", "\\cdots", "\\boxed", "\\item", "\\equiv")
+_NAMED_RELATIONS = str.split("\\le \\leq \\ge \\geq \\lt \\gt \\ne \\neq \\not \\in \\pm \\mp")
+_BETWEEN = str.split("times plus minus over divided multiplied")
+_OPERANDS = ("number", "letter", "close", "name", "symbol")
+_STARTS = ("number", "letter", "open", "name", "symbol")
+_SYMBOLS = ("Sm", "No", "Nl", "Mn", "Me", "Lm")  # categories of Unicode
+
+_HEDGED_BEFORE = re.compile(
+  r"(?i)(?:\b(?:not|never|cannot|neither|without|except)|n't)\s+(?:(?!but\b)[A-Za-z-]+\s+){0,2}$"
+  r"|\b(?:nor|either|between|under|over|above|below|beyond|exceeds?|exceeding|than"
+  r"|than or equal to|at least|at most|(?:is|are|be|was|of) up to"
+  r"|as (?:many|much|few|little) as|(?:min|max)imum of)"
+  r"\s+(?:the |an? )?$"
+  r"|\bbetween\b[^.\n]{1,60}\band\s+$|\d[\d.,%)}]*\s*(?:[A-Za-z]+\s+)?(?:to|through|until|till)\s+$"
+)
+_OR = re.compile(r"(?i)(.*\d.*?)(?:,\s*|\s+)(?:or|oder|или)\s+$", re.DOTALL)
+_HEDGED_AFTER = re.compile(
+  r"(?i)\s*[\w%]*,?\s*(?:(?:or|and)\s+(?:more|less|fewer|above|over|below|under|higher|lower|up"
+  r"|greater|larger|smaller|beyond)\b|(?:at (?:least|most)|(?:min|max)imum)\b"
+  r"|(?:is|was)(?:n't|\s+not)\s+(?:the|an?|right|correct|it|possible|valid)\b"
+  r"|(?:is|was|would be)\s+(?:wrong|incorrect|false)\b)"
+  r"|\s*(?:or|to|through)\s+\d"
+)
+_NEGATED = re.compile(r"(?i)(?<![\w-])(?:minus|negative)\s+$")
+# What changes a number before it.
+_CHANGED = re.compile(
+  rf"(?i)\s?-?\s*((?!{'|'.join(SCALED_UNITS)}|half\b|quarter)"
+  r"(?:(?:whole|and)\s+(?:an?|one|\d+)?\s*(?:half|halves|quarters?|thirds?|[a-z]+ths?)\b"
+  r"|squared|cubed|factorial|doubled|tripled|quadrupled|halved|per ?mille?|mod(?:ulo)?|base"
+  r"|point\s+[a-z]+|raised|to the (?:power|[a-z]+th)|times (?:as|itself|more)"
+  r"|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|[a-z]+tie|[a-z]*illion)ths"
+  r"|[a-z]*illions?|thirds|plus|less than|more than|半|分之|打|成(?!为)|割|折|以上|以下|以内|未|超"
+  r"|余"
+  rf"|(?:{'|'.join(sorted(SCALES, key=len, reverse=True))})s?)(?![a-z]))"
+)
+
+
+class _Token(NamedTuple):
+  kind: str
+  text: str
+  start: int
+  space: str  # before it
+
+
+def last_expression(text: str) -> str | None:
+  """Returns the expression with the last number of a text; None if it has none, or hedges it."""
+  text = to_ascii(_MARKUP[1][0].sub(": ", text))
+  end = max(map(text.rfind, "0123456789"))
+  if not text.isascii():
+    tail = range(len(text) - 1, max(end, len(text) - MAX_CHARS), -1)
+    end = next((i for i in tail if unicodedata.category(text[i]) in ("No", "Nl")), end)
+  if end < 0:
+    return None
+  start = max(0, end - 2 * MAX_CHARS)
+  # A piece that is cut off by the start of the window cannot be told from a whole.
+  text = text[start : end + AFTER_CHARS]
+  for pattern, replacement in _MARKUP:
+    text = pattern.sub(replacement, text)
+  tokens = _tokens(text)
+  last = max((i for i, token in enumerate(tokens) if _is_number(token)), default=-1)
+  if last < 0:
+    return None
+  joined = [_joins(tokens, i) for i in range(len(tokens) - 1)]
+  for i in range(1, len(joined)):  # what joins only as the right side of an operator
+    joined[i] = joined[i - 1] if joined[i] is None else joined[i]
+  first = stop = last
+  while first > 0 and joined[first - 1]:
+    first -= 1
+  while stop < len(joined) and joined[stop]:
+    stop += 1
+  if (first == 0 and start) or tokens[stop].start - tokens[first].start > MAX_CHARS:
+    return None
+  first, stop = _balanced(tokens, first, stop)
+  begin = tokens[first].start
+  end = tokens[stop].start + len(tokens[stop].text)
+  span = text[begin:end].strip("*_ ").rstrip("-/ ")
+  # Half of an operation.
+  if re.match(r"[/^\u00d7\u00b7\u22c5\u00f7]|[-+*] ", span) or span.endswith(("^", "+", "*")):
+    return None
+  return stated(text[:begin], span, text[end:])
+
+
+def stated(before: str, span: str, after: str) -> str | None:
+  """Returns the value that a text states by an expression, or None if it hedges it."""
+  before = before.replace("$", "").replace("\\(", "").replace("*", "")
+  if _HEDGED_BEFORE.search(before[-100:]) or _HEDGED_AFTER.match(after.replace("$", "")):
+    return None
+  either = _OR.match(before[-100:])
+  other = last_expression(either[1]) if either else None
+  if other and not same(*(read(x)[1] or x for x in (other, span))):
+    return None
+  if changed := _CHANGED.match(after):
+    span = f"{span} {changed[1]}"
+  return f"-{span}" if _NEGATED.search(before[-20:]) else span
+
+
+def _tokens(text: str) -> list[_Token]:
+  tokens = []
+  space = ""
+  for match in _TOKEN.finditer(text):
+    kind = match.lastgroup
+    piece = match[0]
+    if kind == "space":
+      space += piece
+      continue
+    if match["named"] or piece in _FUNCTIONS:
+      kind = "stop" if piece in _NAMED_STOPS else "name"
+      kind = "relation" if piece in _NAMED_RELATIONS else kind
+    elif kind == "other" or (kind == "letter" and not piece.isalpha()):
+      kind = "symbol" if unicodedata.category(piece) in _SYMBOLS else "stop"
+    tokens.append(_Token(kind, piece, match.start(), space))
+    space = ""
+  return tokens
+
+
+def _is_number(token: _Token) -> bool:
+  return token.kind == "number" or (
+    token.kind == "symbol" and unicodedata.category(token.text) in ("No", "Nl")
+  )
+
+
+def _joins(tokens: list[_Token], i: int) -> bool | None:
+  """Returns whether a token and the next belong to one expression; None if as the two before."""
+  a, b = tokens[i : i + 2]
+  after = tokens[i + 2] if i + 2 < len(tokens) else _Token("stop", "", 0, "\n")
+  space = b.space
+  if "\n" in space or "stop" in (a.kind, b.kind):
+    return False
+  if "relation" in (a.kind, b.kind):
+    return "word" not in (a.kind, b.kind)
+  if "word" in (a.kind, b.kind):
+    return _joins_word(a, b, tokens[i + 2 : i + 4])
+  if "operator" in (a.kind, b.kind):
+    return _joins_operator(a, b)
+  if "letter" in (a.kind, b.kind) and space:
+    return _joins_letter(a, b, after)
+  if b.kind == "close" or a.kind == "open":
+    return True
+  return not space or a.kind == "name" or (a.kind != "close" and b.kind != "open")
+
+
+def _joins_word(a: _Token, b: _Token, following: list[_Token]) -> bool | None:
+  after, then = (*following, *2 * [_Token("stop", "", 0, "\n")])[:2]
+  if a.kind == "word":
+    if a.text in (*_BETWEEN, "and", "by"):
+      return None
+    # "covid-19" and "abc5" are names.
+    dashed = b.text == "-" and after.kind == "number" and not after.space
+    return not b.space and a.text.isascii() and (b.kind == "number" or dashed)
+  if a.kind not in _OPERANDS:
+    return False
+  if b.text in _BETWEEN:
+    return after.kind in _STARTS or after.text == "by"
+  if b.text == "and":  # 5 and 3/4
+    return a.kind == "number" and (then.text == "/" or after.text.endswith("frac"))
+  return not b.space and b.text.isascii() and a.kind == "number"
+
+
+def _joins_operator(a: _Token, b: _Token) -> bool | None:
+  if b.kind == "operator":
+    if b.text == "%":
+      return a.kind in _OPERANDS
+    is_sign = b.text in "-\u00b1|\u221a" and b.space and a.kind == "operator"
+    is_mark = b.text in ("*", "**", "_", "|") and b.space  # of a list or a table
+    is_article = a.kind == "letter" and a.text in "aAI" and b.space
+    return is_sign or (
+      a.kind in (*_OPERANDS, "operator", "open") and not is_mark and not is_article
+    )
+  if b.kind == "close":
+    return True
+  if a.text == "%":
+    return not b.space
+  if b.kind not in _STARTS:
+    return False
+  return None if b.space and a.text in "-+*|_" else True
+
+
+def _joins_letter(a: _Token, b: _Token, after: _Token) -> bool | None:
+  """The letters stand apart: as a variable, a times sign, an article or a unit."""
+  if a.kind == "letter":
+    is_times = a.text in "xX" and b.kind in _STARTS
+    return None if is_times else b.kind == "name" and a.text not in "aAI"
+  is_times = b.text in "xX" and after.kind in _STARTS
+  is_variable = b.text.islower() and b.text not in "amgshl" and after.kind != "word"
+  return a.kind in _OPERANDS and (is_times or is_variable) and after.text != "'"
+
+
+def _balanced(tokens: list[_Token], first: int, stop: int) -> tuple[int, int]:
+  """Returns the span without brackets at its ends that have no partner in it, or surround it."""
+  while first < stop:
+    depth = lowest = 0
+    inner = []
+    for token in tokens[first : stop + 1]:
+      depth += (token.kind == "open") - (token.kind == "close")
+      inner.append(depth)
+    lowest = min(inner)
+    opens = tokens[first].kind == "open"
+    closes = tokens[stop].kind == "close"
+    surrounded = opens and closes and min(inner[:-1]) > 0 and tokens[first].text != "{"
+    if surrounded or (opens and depth > 0 and not closes):
+      first += 1
+    if surrounded or (closes and lowest < 0):
+      stop -= 1
+    elif not surrounded and not (opens and depth > 0 and not closes):
+      break
+  return first, stop
