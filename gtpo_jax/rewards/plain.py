@@ -23,10 +23,28 @@ _CHOICE = re.compile(
   re.MULTILINE,
 )
 _MATH_MARKS = re.compile(r"\\[()\[\]]|\$")
-# A letter at the start of a marked answer, as in "Answer: B) because", "Option B" and "B입니다".
+# The start of a marked answer: a word such as "Option", and a letter, as in "B) because".
 _MARKED_CHOICE = re.compile(
   rf"(?i:(?:\w{{1,8}}\s{{1,3}}){{0,2}}?(?:{words_of('options')})\s{{0,3}}(?:is\s|:)?)?"
   r"[\s*`\"']*+\(?([A-Ja-j])(?:[.):,;\s*`\"'。]|[\u3040-\u9fff\uac00-\ud7a3]|$)"
+)
+# "a man" and "I think": the letter is a word, unless a reason follows.
+_ARTICLE = re.compile(
+  r"(?:a\b|I\b|A\b)\s+(?!(?:because|since|as|for|is|or|and|due|with|given|[&A-J(])\b)[a-z]"
+)
+_JOINED = (
+  r"[\s*`\"').:]*(?:(?:,|;|/|&|\+|-|–|—|~|\b(?:and|or|to|through|und|oder|ou|et|o|y|e|или|и|nor)\b"
+  r"|和|或|、|と|또는)[\s*`\"']*)+(?:either\s|option\s|choice\s|letter\s)*\(?"
+)
+JOINED_AFTER = re.compile(rf"(?i:{_JOINED})[A-J](?![\w'])")
+_JOINED_BEFORE = re.compile(rf"[A-J]\)?(?i:{_JOINED})$")
+_REFUSED_BEFORE = re.compile(
+  r"(?i)(?:\b(?:not|neither|except|than)|n't)\s+(?:option\s|choice\s)?\(?$"
+)
+_REFUSED_AFTER = re.compile(
+  r"(?i)[).*\s]*(?:is|was|are|seems|looks|must be|cannot|can't|can be)\s*"
+  r"(?:n't|(?:\w+\s)?(?:not|wrong|false"
+  r"|incorrect|impossible|ruled|excluded|eliminated)|be)\b"
 )
 
 
@@ -66,8 +84,10 @@ def choice_correct(completion: str, answer: str) -> bool | None:
   """Returns whether the completion chooses the letter `answer`; None if that is none from A to J.
 
   The choice is the letter at the start of the first of `finding.marked_answers`, also after a word
-  such as "Option". Without a mark it is the last letter from A to J in parentheses, at the end of a
-  line, or at the start of a line before a full stop, parenthesis or colon.
+  such as "Option". Without one there, or without a mark, it is the last letter from A to J in
+  parentheses, at the end of a line, or at the start of a line before a full stop, parenthesis or
+  colon. Letters that are joined, as in "A or B" and "(A)-(D)", are no choice, and a letter is none
+  that the text calls wrong.
   """
   gold = _LETTER.fullmatch(_letters(answer))
   return None if gold is None else choice_vote(completion) == gold[1].upper()
@@ -80,12 +100,18 @@ def choice_vote(completion: str) -> str | None:
     return whole[1].upper()
   marked = marked_answer(text)
   if marked is not None:
-    chosen = _MARKED_CHOICE.match(_letters(marked).lstrip())
-    return chosen[1].upper() if chosen else None
-  chosen = None
-  for chosen in _CHOICE.finditer(text):  # noqa: B007
-    pass
-  return next(filter(None, chosen.groups())).upper() if chosen else None
+    text = _letters(marked).strip()
+    chosen = _MARKED_CHOICE.match(text)
+    if chosen and not _ARTICLE.match(text) and not _REFUSED_AFTER.match(text, chosen.end(1)):
+      return None if JOINED_AFTER.match(text, chosen.end(1)) else chosen[1].upper()
+  found = None
+  for match in _CHOICE.finditer(text):
+    group = match.lastindex
+    before = text[max(0, match.start(group) - 40) : match.start(group)]
+    if not _REFUSED_BEFORE.search(before) and not _REFUSED_AFTER.match(text, match.end(group)):
+      hedged = _JOINED_BEFORE.search(before) or JOINED_AFTER.match(text, match.end(group))
+      found = None if hedged else match[group].upper()
+  return found
 
 
 def _letters(text: str) -> str:

@@ -33,6 +33,7 @@ from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract, gold_answer
 from gtpo_jax.rewards.math.normalize import SPACE, clean
 from gtpo_jax.rewards.math.values import Composite, Number, read, same
 from gtpo_jax.rewards.math.worker_pool import WorkerPool, shared_pool, wait_all
+from gtpo_jax.rewards.plain import JOINED_AFTER
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 RULES = ("math", "dapo")
@@ -165,7 +166,7 @@ def compare(gold: str, answer: str) -> bool | Undecided | None:
   if SPACE.sub("", gold) == SPACE.sub("", answer):
     return True
   if (choice := _CHOICE.fullmatch(gold)) and (chosen := _CHOICE_FIRST.match(answer)):
-    return choice[1] == chosen[1]
+    return choice[1] == chosen[1] and not JOINED_AFTER.match(answer, chosen.end(1))
   if not answer:
     return False
   if isinstance(gold_value, Composite) and gold_value.kind == "base" and answer.isdigit():
