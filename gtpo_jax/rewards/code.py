@@ -127,7 +127,8 @@ def run_stdin(
 
 
 def _lines(text: str) -> list[str]:
-  return [line.strip() for line in text.strip().splitlines()]
+  """Returns the lines without spaces around them; other control characters are text."""
+  return [line.strip(" \t\r") for line in text.strip(" \t\r\n").split("\n")]
 
 
 def _not_started(error: OSError) -> CodeVerdict:

@@ -13,15 +13,18 @@ Values are passed as copies: None, bool, int, float, complex, str, bytes, bytear
 set, frozenset, dict, range, builtin types, and Fraction, Decimal, date, time, datetime, timedelta,
 deque, OrderedDict, Counter, defaultdict. If a call changes a list, dict, set or bytearray, the
 tests see the change. The tests can pass functions of their own; when the program calls one, it runs
-in the judge. Other objects of the program stay in its process, and a `Remote` in the tests forwards
-their methods, attributes, items and iteration. Compared with a value of the tests, such an object
-counts as the plain value that its class extends (a subclass of int as an int), or as unequal. A
-program gains nothing from an `__eq__` that is always true, or from a difference that is always 0.
+in the judge. An object whose class extends a plain type is copied as a value of that type, such as
+a subclass of float as a float, unless the tests have constructed it. Other objects of the program
+stay in its process, and a `Remote` in the tests can only be called, iterated, and asked for its
+attributes. It has no operators, length, items, text or truth, so that a program gains nothing from
+an `__eq__` that is always true or a difference that is always 0: what a test compares is a plain
+value, or the test fails. If the tests use a name as a module, such as `math.isclose`, it is the
+module of the library.
 
 Limits of this scheme: A program may have memorized the answers. Tests of objects of the program's
-own classes (`stack.pop()`, `Point(1, 2) == Point(1, 2)`) trust these classes. Identity (`result is
-argument`) is not preserved. `except` clauses of the tests cannot name the program's own exception
-classes. A test that passes an object of its own class gets no verdict.
+own classes trust what their methods return (`stack.pop()`). Identity (`result is argument`) is not
+preserved. `except` clauses of the tests cannot name the program's own exception classes. A test
+that passes an object of its own class gets no verdict.
 """
 
 from __future__ import annotations
@@ -32,6 +35,20 @@ import os
 import sys
 
 # --- messages ---
+
+# How a value of a class that extends a plain type is copied, whatever methods the class overrides.
+PLAIN = {
+  int: int.__int__,
+  float: float.__float__,
+  complex: complex.__complex__,
+  str: str.__str__,
+  bytes: lambda x: bytes.__getitem__(x, slice(None)),
+  tuple: lambda x: tuple(tuple.__iter__(x)),
+  list: lambda x: list(list.__iter__(x)),
+  dict: lambda x: dict(dict.items(x)),
+  set: lambda x: set(set.__iter__(x)),
+  frozenset: lambda x: frozenset(frozenset.__iter__(x)),
+}
 
 
 def encode(value: object, peer: Peer) -> bytes:
@@ -69,6 +86,8 @@ def encode(value: object, peer: Peer) -> bytes:
       _, arguments_of = peer.VALUES[kind.__name__]
       tags.append(f"V{kind.__name__}")
       put(arguments_of(x))
+    elif id(x) not in peer.keys and (base := next((x for x in PLAIN if issubclass(kind, x)), None)):
+      put(PLAIN[base](x))
     else:
       tags.append(f"p{peer.export(x)}")
 
@@ -136,7 +155,10 @@ class Peer:
     "deque": ("collections", lambda x: (list(x), x.maxlen)),
     "OrderedDict": ("collections", lambda x: (list(x.items()),)),
     "Counter": ("collections", lambda x: (dict(x),)),
-    "defaultdict": ("collections", lambda x: (x.default_factory, dict(x))),
+    "defaultdict": (
+      "collections",
+      lambda x: (x.default_factory if type(x.default_factory) is type else None, dict(x)),
+    ),
     "date": ("datetime", lambda x: (x.year, x.month, x.day)),
     "timedelta": ("datetime", lambda x: (x.days, x.seconds, x.microseconds)),
     "time": ("datetime", lambda x: (x.hour, x.minute, x.second, x.microsecond)),
@@ -231,86 +253,45 @@ class Peer:
 
 # --- objects in the other process ---
 
-COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-BINARY = str.split("add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor")
-UNARY = str.split(
-  "neg pos invert abs int float complex round index bool len hash str repr getitem setitem delitem "
-  "next setattr delattr"
+REFUSED = str.split(
+  "eq ne lt le gt ge add sub mul truediv floordiv mod pow matmul divmod lshift rshift and or xor "
+  "radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul rdivmod rlshift rrshift rand ror rxor "
+  "neg pos invert abs int float complex round trunc floor ceil index bool len contains reversed "
+  "hash str repr format bytes getitem setitem delitem enter exit"
 )
 
 
-def plain_value(remote: Remote) -> object:
-  """Returns the remote object as the plain type that its class extends; None if there is none."""
-  value = remote._remote_peer.ask("plain", remote)
-  return None if type(value) is Remote else value
+def without_operators(remote: type) -> type:
+  """Lets each operator of a class raise TypeError."""
 
-
-def operators(remote: type) -> type:
-  """Adds the operators to `Remote`. The module's docstring describes how they compare objects."""
-
-  def comparison(name):
-    def compare(self, other):
-      if type(other) is Remote:
-        return self._remote_peer.ask(name, self, other)
-      plain = plain_value(self)
-      if plain is None:
-        return name == "ne" if name in ("eq", "ne") else NotImplemented
-      return getattr(operator, name)(plain, other)
-
-    return compare
-
-  def binary(name, swap):
-    def operate(self, other):
-      mixed = type(other) is not Remote
-      plain = plain_value(self) if mixed else None
-      if plain is not None:
-        operands = (other, plain) if swap else (plain, other)
-        return getattr(operator, name)(*operands)
-      operands = (other, self) if swap else (self, other)
-      result = self._remote_peer.ask(name, *operands)
-      return checked(self, result, mixed or other._remote_mixed)
+  def refuse(name):
+    def operate(self, *others):
+      raise TypeError(f"an object of the program is not a plain value, so it has no {name}")
 
     return operate
 
-  def unary(name):
-    return lambda self, *more: checked(self, self._remote_peer.ask(name, self, *more), False)
-
-  def checked(self, result, mixed):
-    """Rejects plain values that the program computed from a value of the tests.
-
-    Such a value proves nothing: the program could return 0 as the difference of any two values.
-    """
-    if not (mixed or self._remote_mixed):
-      return result
-    if type(result) is not Remote:
-      raise TypeError("the program's operators must not turn values of the tests into plain values")
-    object.__setattr__(result, "_remote_mixed", True)
-    return result
-
-  for name in COMPARISONS:
-    setattr(remote, f"__{name}__", comparison(name))
-  for name in BINARY:
-    setattr(remote, f"__{name.strip('_')}__", binary(name, False))
-    setattr(remote, f"__r{name.strip('_')}__", binary(name, True))
-  for name in UNARY:
-    setattr(remote, f"__{name}__", unary(name))
+  for name in REFUSED:
+    setattr(remote, f"__{name}__", refuse(name))
   return remote
 
 
-@operators
+@without_operators
 class Remote:
   """A proxy for an object in the other process."""
 
-  __slots__ = ("_remote_key", "_remote_mixed", "_remote_peer")
+  __slots__ = ("_remote_key", "_remote_peer")
 
   def __init__(self, peer, key):
-    for name, value in (("peer", peer), ("key", key), ("mixed", False)):
-      object.__setattr__(self, f"_remote_{name}", value)
+    object.__setattr__(self, "_remote_peer", peer)
+    object.__setattr__(self, "_remote_key", key)
 
   def __getattr__(self, name):
     if name.startswith("__") and name not in ("__name__", "__doc__"):
       raise AttributeError(name)
     return self._remote_peer.ask("getattr", self, name)
+
+  def __setattr__(self, name, value):
+    self._remote_peer.ask("setattr", self, name, value)
 
   def __call__(self, *given, **named):  # noqa: D102
     value, changed = self._remote_peer.ask("call", self, given, named)
@@ -331,9 +312,8 @@ class Remote:
       except StopIteration:
         return
 
-  def __contains__(self, item):
-    plain = plain_value(self)
-    return any(x == item for x in self) if plain is None else item in plain
+  def __next__(self):
+    return self._remote_peer.ask("next", self)
 
   def __instancecheck__(self, x):
     return self._remote_peer.ask("isinstance", x, self)
@@ -343,8 +323,6 @@ class Remote:
 
 
 # --- the program's side ---
-
-PLAIN_TYPES = (int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
 
 
 def serve(peer: Peer, op: str, *args) -> object:
@@ -356,6 +334,8 @@ def serve(peer: Peer, op: str, *args) -> object:
     function, given, named = args
     before = [encode(x, peer) if type(x) in (list, dict, set, bytearray) else None for x in given]
     value = function(*given, **named)
+    if type(function) is type and type(value) is function:
+      peer.export(value)  # an object that the tests construct, such as a class that extends dict
     if sys.stdout:
       sys.stdout.flush()
     changed = {
@@ -374,9 +354,6 @@ def serve(peer: Peer, op: str, *args) -> object:
     known = {name: attributes[name] for name in args[0] if name in attributes}
     modules = [name for name, x in known.items() if type(x) is type(sys)]
     return {name: x for name, x in known.items() if name not in modules}, modules
-  if op == "plain":
-    kind = next((kind for kind in PLAIN_TYPES if isinstance(args[0], kind)), None)
-    return kind and kind(args[0])
   return getattr(operator if hasattr(operator, op) else builtins, op)(*args)
 
 
@@ -394,6 +371,19 @@ def names_in(code) -> set:
   return set(code.co_names).union(*(names_in(x) for x in code.co_consts if type(x) is type(code)))
 
 
+def modules_in(tests: str) -> set:
+  """Returns the names of libraries that tests use as modules, as `math` in `math.isclose(...)`."""
+  libraries = sys.stdlib_module_names | {"np", "numpy", "pd", "pandas", "scipy", "torch"}
+  if not any(f"{name}." in tests for name in libraries):
+    return set()
+  import ast
+
+  nodes = list(ast.walk(ast.parse(tests)))
+  called = {x.func.id for x in nodes if type(x) is ast.Call and type(x.func) is ast.Name}
+  bases = [x.value for x in nodes if type(x) is ast.Attribute]
+  return {x.id for x in bases if type(x) is ast.Name and x.id in libraries} - called
+
+
 def judge(peer: Peer, tests: str) -> str:
   """Runs the tests and returns the verdict.
 
@@ -406,13 +396,19 @@ def judge(peer: Peer, tests: str) -> str:
   error = None
   try:
     space = {"__name__": "tests", "__builtins__": builtins, "__program__": peer.ask("load")}
-    names = names_in(code) - set(space)
+    modules = modules_in(tests)
+    space.update({name: __import__(name) for name in modules & sys.stdlib_module_names})
+    names = names_in(code) - set(space) - modules
     # The tests never use the program's versions of builtins, such as `sorted` or `all`, which could
     # be fakes. The exception is an MBPP problem in which the only name is `sum`, the entry point.
-    names = {name for name in names if not hasattr(builtins, name)} or names
-    values, modules = peer.ask("names", sorted(names))
+    import math
+
+    own = [name for name in names if hasattr(builtins, name) or hasattr(math, name)]
+    names = names.difference(own) or names
+    space.update({name: getattr(math, name) for name in own if hasattr(math, name)})
+    values, found = peer.ask("names", sorted(names))
     space.update({name: value for name, value in values.items() if name in names})
-    for name in modules:  # the tests get their own copy of a module
+    for name in found:  # the tests get their own copy of a module
       if name in names & sys.stdlib_module_names:
         space[name] = __import__(name)
     exec(code, space)
