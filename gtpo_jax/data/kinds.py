@@ -144,11 +144,15 @@ def choices_of(row: Mapping[str, Any]) -> Choices | None:
   Returns None if the row has none.
 
   Raises:
-    ValueError: they are something else, fewer than 2, or more than there are letters.
+    ValueError: they are something else, fewer than 2, more than there are letters, or not distinct.
   """
-  value = next((row[name] for name in CHOICE_COLUMNS if not is_empty(row.get(name))), None)
-  if value is None:
+  values = [row[name] for name in CHOICE_COLUMNS if not is_empty(row.get(name))]
+  if not values:
     return None
+  value = values[0]
+  if any(other != value for other in values):
+    columns = " and ".join(CHOICE_COLUMNS)
+    raise ValueError(f"has {columns} that differ: {' and '.join(map(shown, values))}")
   names = LETTERS
   texts = value
   if isinstance(value, Mapping):
@@ -164,7 +168,11 @@ def choices_of(row: Mapping[str, Any]) -> Choices | None:
       f'{{"choices": ["red", "blue"]}}: {shown(value)}'
     )
   as_texts = lambda items: tuple(str(item).strip() for item in items)
-  return Choices(as_texts(texts), as_texts(names)[: len(texts)])
+  choices = Choices(as_texts(texts), as_texts(names)[: len(texts)])
+  for items in choices:
+    if twice := next((item for item in items if items.count(item) > 1), None):
+      raise ValueError(f"has the choice {shown(twice)} twice: {shown(value)}")
+  return choices
 
 
 def _is_plain(answer: str) -> bool:

@@ -10,6 +10,7 @@ import decimal
 import functools
 import math
 import numbers
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import numpy as np
 
 from gtpo_jax.data.kinds import (
   CHOICE,
+  LETTERS,
   UNSTATED,
   Choices,
   choices_of,
@@ -25,7 +27,7 @@ from gtpo_jax.data.kinds import (
   kind_of_columns,
   tests_of,
 )
-from gtpo_jax.data.readers import ClassIndex, Row
+from gtpo_jax.data.readers import ClassIndex, Row, WrittenFloat
 from gtpo_jax.data.records import Problem, encodable, shown, to_messages, user
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.files import printable
@@ -44,6 +46,9 @@ READ_BY_LAYOUTS = {
   *("answerKey", "solution", "reward_model", "ability", "extra_info", "task_id", "problem_id"),
   *("key", "prompt", "test", "entry_point", "truth"),
 }
+IMAGES = ("image", "images", "video", "videos", "audio")  # columns that no prompt can have
+# Marks of byte order and direction, and spaces without a width.
+_INVISIBLE = re.compile("[\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
 SHOWN_COLUMNS = 200  # characters of the names of columns in a message
 
 
@@ -58,6 +63,10 @@ def parse_fields(fields: str) -> dict[str, str]:
   """
   pairs = [part.partition("=") for part in fields.replace(" ", "").split(",") if part]
   columns = {key: value for key, _, value in pairs}
+  if len(columns) < len(pairs) or (columns and columns.get("prompt") == columns.get("answer")):
+    raise UserError(
+      f"data.fields must name each field once, and prompt and answer as two columns; got {fields!r}"
+    )
   complete = all(columns.values()) and {*PROMPT_AND_ANSWER} <= columns.keys() <= FIELDS
   if columns and not complete:
     raise UserError(
@@ -150,6 +159,8 @@ def _problem(row: Row, location: str, fields: RowFields, needs: Collection[str])
   id = _id(row, fields.id, location)
   kind = _kind(row, fields) or kind_of_columns(row)
   no_prompt = "prompt" not in needs and not fields.prompt
+  if "prompt" in needs and (lost := next((x for x in IMAGES if not is_empty(row.get(x))), None)):
+    raise ValueError(f"has a column {lost!r}, which its prompt would lose: models read text only")
   messages = user("") if no_prompt else to_messages(fields.prompt)
   answer = fields.answer
   if kind == CHOICE and (choices := choices_of(row)):
@@ -170,9 +181,30 @@ def _problem(row: Row, location: str, fields: RowFields, needs: Collection[str])
 def _with_choices(
   messages: tuple[dict[str, str], ...], choices: Choices
 ) -> tuple[dict[str, str], ...]:
-  """Adds the choices to the last message, unless it lists them already."""
+  """Adds the choices to the last message, unless it lists them already.
+
+  Raises:
+    ValueError: the message lists them with other letters, or with numbers.
+  """
   *others, last = messages
-  if all(text in last["content"] for text in choices.texts):
+  labels = [
+    re.findall(
+      rf"(?<![\w.])\(?([A-Za-z]|\d{{1,2}})[).:]\s*{re.escape(text)}(?!\w)", last["content"]
+    )
+    for text in choices.texts
+  ]
+  separator = r"\s*(?:[,;/|\n]|\s(?:or|and)\s)[\s*•-]*(?:(?:or|and)\s+)?"
+  in_order = rf"(?<!\w){separator.join(map(re.escape, choices.texts))}(?!\w)"
+  if re.search(in_order, last["content"]):
+    return messages
+  if all(labels):
+    listed = [found[-1].upper() for found in labels]
+    letters = list(LETTERS[: len(listed)])
+    if listed != letters:
+      raise ValueError(
+        f"lists its choices as {', '.join(listed)} in its prompt, but its column has them as "
+        f"{', '.join(letters)}; write them in one order, with letters from A"
+      )
     return messages
   return (*others, {**last, "content": f"{last['content'].rstrip()}\n{choices.lines()}"})
 
@@ -222,6 +254,11 @@ def _answer(value: Any) -> str:
   text = _text(value)
   if text is None or not text.strip():
     raise ValueError(f"has no answer: {shown(value)}")
+  if mark := _INVISIBLE.search(text):
+    raise ValueError(
+      f"has the invisible character U+{ord(mark[0]):04X} in its answer, which no completion would "
+      "have; remove it"
+    )
   return encodable(text.strip(), "answer")
 
 
@@ -243,6 +280,8 @@ def _text(value: Any) -> str | None:
     return str(value)
   if isinstance(value, decimal.Decimal) and value.is_finite():
     return format(value, "f")
+  if isinstance(value, WrittenFloat):
+    return format(decimal.Decimal(value.text), "f")
   if isinstance(value, float | np.floating) and math.isfinite(value):
     return str(value)
   return None

@@ -7,10 +7,12 @@ Every reader yields (location, row). The location names the row in messages, suc
 from __future__ import annotations
 
 import contextlib
+import decimal
 import functools
 import gzip
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
@@ -161,6 +163,31 @@ def _begins_array(line: bytes | ValueError) -> bool:
   return isinstance(line, bytes) and bool(re.match(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?:\{|$)", line))
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> Row:
+  row = dict(pairs)
+  if len(row) < len(pairs):
+    names = [name for name, _ in pairs]
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"has the key {printable(twice)[:MAX_REASON_CHARS]!r} twice; leave one out")
+  return row
+
+
+class WrittenFloat(float):
+  """A number of JSON with more digits than a float has, and its text."""
+
+  text: str
+
+  @classmethod
+  def of(cls, text: str) -> float:
+    """Returns a number of JSON, with its text only if a float loses some of its digits."""
+    number = float(text)
+    if not math.isfinite(number) or decimal.Decimal(repr(number)) == decimal.Decimal(text):
+      return number
+    written = cls(number)
+    written.text = text
+    return written
+
+
 def _json_object(line: bytes | ValueError) -> Row | ValueError | None:
   """Returns the row of a line, or None for a blank line. A byte order mark is ignored."""
   if isinstance(line, ValueError):
@@ -169,7 +196,7 @@ def _json_object(line: bytes | ValueError) -> Row | ValueError | None:
     text = line.decode("utf-8-sig")
     if not text.strip():
       return None
-    row = json.loads(text)
+    row = json.loads(text, object_pairs_hook=_unique, parse_float=WrittenFloat.of)
   except (ValueError, RecursionError) as error:  # from JSON or UTF-8
     return ValueError(first_line(error))
   if not isinstance(row, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import reprlib
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -72,6 +73,8 @@ def to_messages(prompt: Any) -> tuple[dict[str, str], ...]:
   """
   if isinstance(prompt, str):
     messages = user(prompt)
+    if _is_conversation(_parsed(prompt)):
+      raise ValueError("has a conversation that is JSON text; write it as a list of messages")
   elif _is_conversation(prompt):
     messages = tuple({"role": m["role"], "content": m["content"]} for m in prompt)
     for message in prompt:
@@ -108,6 +111,14 @@ def _is_conversation(prompt: Any) -> bool:
   if not isinstance(prompt, list | tuple) or not prompt:
     return False
   return all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
+
+
+def _parsed(text: str) -> Any:
+  """Returns the list that a text is in JSON, or None."""
+  try:
+    return json.loads(text) if text.lstrip()[:1] == "[" and '"role"' in text else None
+  except (ValueError, RecursionError):
+    return None
 
 
 def shown(value: object) -> str:

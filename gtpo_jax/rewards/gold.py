@@ -7,9 +7,12 @@ verifier must accept a completion that states the gold answer, and refuse one th
 
 from __future__ import annotations
 
+import ast
+import builtins
 import functools
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +25,7 @@ from gtpo_jax.rewards.plain import choice_correct, exact_correct
 from gtpo_jax.rewards.synthetic import countdown_reaches, sentence_correct
 from gtpo_jax.rewards.truth import check_truth
 from gtpo_jax.rewards.verifiers import VERIFIERS, missing_extra
+from gtpo_jax.runtime.errors import first_line
 
 MAX_COUNTDOWN_DIGITS = 9  # of the numbers that a countdown step may contain
 MAX_SEARCHED_NUMBERS = 4  # of a countdown problem; the search with more takes milliseconds
@@ -155,6 +159,9 @@ def _humaneval(extra: Extra) -> None:
     _source(extra[name], name)
   if not extra["entry_point"].isidentifier():
     raise ValueError(f"has entry_point {extra['entry_point'][:SHOWN_CHARS]!r}, which is not a name")
+  tree = _checks(extra["test"])
+  if not any(isinstance(x, ast.FunctionDef) and x.name == "check" for x in ast.walk(tree)):
+    raise ValueError("has a test without a function check(candidate), which would test nothing")
 
 
 def _test_list(extra: Extra) -> None:
@@ -166,6 +173,7 @@ def _test_list(extra: Extra) -> None:
     raise ValueError("has test_imports that are not a list")
   for line in (*tests, *imports, extra.get("test_setup_code") or ""):
     _source(line, "test_list, test_imports or test_setup_code")
+  _checks("\n".join([extra.get("test_setup_code") or "", *imports, *tests]))
 
 
 def _input_output(extra: Extra) -> None:
@@ -188,6 +196,8 @@ def _input_output(extra: Extra) -> None:
     _check_calls(name, inputs, outputs)
   elif not all(map(_is_lines, (*inputs, *outputs))):
     raise ValueError("has an input_output whose inputs and outputs are not text")
+  elif not any("".join(output).strip() for output in outputs):
+    raise ValueError("has an input_output whose outputs are all empty, which any program prints")
 
 
 def _check_calls(name: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -200,6 +210,54 @@ def _check_calls(name: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> No
     json.dumps([inputs, outputs], allow_nan=False)
   except (TypeError, ValueError, RecursionError) as error:
     raise ValueError(f"has an input_output whose items are not plain values: {error}") from None
+
+
+def _checks(tests: str) -> ast.Module:
+  """Returns the parsed tests. Raises ValueError if they do not compile or check nothing."""
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")  # such as of an escape in a text
+      tree = compile(tests, "<tests>", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    raise ValueError(f"has tests that do not compile: {first_line(error)}") from None
+  names = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
+  # As in the sandbox, a name is that of the builtin, unless the tests have no other name.
+  names = names.difference(dir(builtins)) or names
+  if not any(_checks_something(node, names) for node in ast.walk(tree)):
+    raise ValueError(
+      "has tests that check nothing, so that any program would pass: they have no assert about a "
+      f"value of the program: {' '.join(tests.split())[:SHOWN_CHARS]!r}"
+    )
+  return tree
+
+
+def _checks_something(node: ast.AST, names: set[str]) -> bool:
+  """Whether a node of tests can fail: an assert about one of the names, or a call to assert."""
+  if isinstance(node, ast.Raise):
+    return True
+  if isinstance(node, ast.Call):
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    return name.startswith(("assert", "fail"))
+  return isinstance(node, ast.Assert) and _can_be_false(node.test, names)
+
+
+def _can_be_false(test: ast.expr, names: set[str]) -> bool:
+  if isinstance(test, ast.BoolOp):
+    decide = all if isinstance(test.op, ast.Or) else any
+    return decide(_can_be_false(value, names) for value in test.values)
+  if isinstance(test, ast.UnaryOp):
+    return _can_be_false(test.operand, names)
+  is_pair = isinstance(test, ast.Compare) and len(test.comparators) == 1
+  if is_pair and isinstance(test.ops[0], ast.Eq | ast.Is | ast.LtE | ast.GtE):
+    is_same = ast.dump(test.left) == ast.dump(test.comparators[0])
+    return not is_same and _has_name(test, names)
+  if isinstance(test, ast.Tuple):  # assert (f(1) == 2, "message") is always true
+    return False
+  return _has_name(test, names)
+
+
+def _has_name(node: ast.AST, names: set[str]) -> bool:
+  return any(isinstance(x, ast.Name) and x.id in names for x in ast.walk(node))
 
 
 def _source(text: Any, name: str) -> None:

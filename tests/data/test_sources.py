@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.data import readers
+from gtpo_jax.data.layouts import parse_fields
 from gtpo_jax.data.sources import is_source, load_records, load_source
 from gtpo_jax.rewards import check_gold
 from gtpo_jax.runtime.errors import UserError
@@ -295,6 +296,32 @@ def test_folders_and_compressed_files(tmp_path):
     (b'{"prompt":' + b"[" * 500 + b"]" * 500 + b',"answer":"1"}\n', "neither text nor messages"),
     ({"prompt": "q", "reward_model": "1"}, "has no column 'reward_model.ground_truth'"),
     ({"question": "q", "answer": {"a": 1}}, "has no answer: {'a': 1}"),
+    (b'{"prompt": "q", "answer": "1", "answer": "2"}\n', "has the key 'answer' twice"),
+    (b'{"prompt": "q", "answer": "1", "extra": {"a": 1, "a": 2}}\n', "has the key 'a' twice"),
+    (
+      {"prompt": "q", "answer": "A", "choices": ["x", "y"], "options": ["y", "x"]},
+      "has choices and options that differ: ['x', 'y'] and ['y', 'x']",
+    ),
+    ({"prompt": "q", "answer": "A", "choices": ["x", "x"]}, "has the choice 'x' twice"),
+    (
+      {"prompt": "Which?\n(A) red\n(B) blue", "answer": "blue", "choices": ["blue", "red"]},
+      "lists its choices as B, A in its prompt, but its column has them as A, B",
+    ),
+    (
+      {"prompt": "Which?\n1. red\n2. blue", "answer": "blue", "choices": ["red", "blue"]},
+      "lists its choices as 1, 2 in its prompt",
+    ),
+    (
+      {"prompt": '[{"role": "user", "content": "q"}]', "answer": "1"},
+      "has a conversation that is JSON text",
+    ),
+    (
+      {"prompt": "q", "answer": "1", "images": ["a.png"]},
+      "has a column 'images', which its prompt",
+    ),
+    ({"prompt": "q", "answer": "\ufeff1"}, "has the invisible character U+FEFF in its answer"),
+    ({"prompt": "q", "answer": "1\u200b2"}, "has the invisible character U+200B in its answer"),
+    ({"prompt": "q", "answer": "\u202e21"}, "has the invisible character U+202E in its answer"),
     ({"text": None, "test_list": ["assert 1"]}, "neither text nor messages: None"),
     ({"\x1b[2J": 1, "x" * 999: 2}, "has the columns '\\x1b[2J', xxx"),
   ],
@@ -485,3 +512,43 @@ def test_real_files(name, count, kind, first):
   assert {problem.kind for problem in loaded.problems} == {kind}
   assert loaded.problems[0].answer == first
   assert len({problem.id for problem in loaded.problems}) == count
+
+
+@pytest.mark.parametrize(
+  ("number", "answer"),
+  [
+    ("1234567890123456789012345678.5", "1234567890123456789012345678.5"),
+    ("123456789012345678901234567890", "123456789012345678901234567890"),
+    ("0.1", "0.1"),
+    ("2.50", "2.5"),
+    ("0.1234567890123456789", "0.1234567890123456789"),
+  ],
+)
+def test_a_number_of_json_keeps_its_digits(tmp_path, number, answer):
+  file = write(tmp_path / "data.jsonl", [f'{{"prompt": "q", "answer": {number}}}\n'.encode()])
+  (problem,) = load_source(file).problems
+  assert problem.answer == answer
+
+
+@pytest.mark.parametrize(
+  ("prompt", "choices", "is_added"),
+  [
+    ("What is 12 - 10?", ["3", "2", "10", "12"], True),
+    ("Do you know?", ["no", "know"], True),
+    ("Which? red, blue", ["red", "blue"], False),
+    ("Which?\n(A) red\n(B) blue", ["red", "blue"], False),
+    ("Which?\nA. red\nB. blue", ["red", "blue"], False),
+  ],
+)
+def test_choices_are_added_unless_the_prompt_lists_them(tmp_path, prompt, choices, is_added):
+  row = {"prompt": prompt, "answer": "A", "choices": choices}
+  (problem,) = load_source(write(tmp_path / "data.jsonl", [row])).problems
+  assert (problem.messages[-1]["content"] != prompt) is is_added
+
+
+@pytest.mark.parametrize(
+  "fields", ["prompt=a,answer=a", "prompt=a,prompt=b,answer=c", "prompt=a,answer=b,answer=c"]
+)
+def test_fields_that_name_a_column_or_a_field_twice_are_refused(fields):
+  with pytest.raises(UserError, match="name each field once, and prompt and answer as two columns"):
+    parse_fields(fields)

@@ -8,7 +8,7 @@ import pytest
 from gtpo_jax.rewards import check_gold, countdown_correct, gold_check, math_correct
 from gtpo_jax.rewards.synthetic import countdown_reaches
 
-HUMANEVAL = {"prompt": "def f():\n", "test": "def check(c): pass", "entry_point": "f"}
+HUMANEVAL = {"prompt": "def f():\n", "test": "def check(c): assert c() == 1", "entry_point": "f"}
 CASES = {"inputs": ["1\n", ["2", "3"]], "outputs": ["2", ["5"]]}
 CALLS = {"fn_name": "f", "inputs": [[1, [2]], ["x"]], "outputs": [3, "x"]}
 HALF = "\ud800"
@@ -32,8 +32,15 @@ DEEP = "[" * 100_000
     ("countdown", "14", {"numbers": [1] * 5}),  # too many to try all steps when a file is read
     ("code", "f", HUMANEVAL),
     ("code", "3", {"test_list": ["assert f() == 1"]}),
-    ("code", "3", {"test_list": ["x"], "test_setup_code": "y = 1", "test_imports": ["import re"]}),
-    ("code", "3", {"test_list": ["x"], "test_setup_code": None, "test_imports": None}),
+    (
+      "code",
+      "3",
+      {"test_list": ["assert f(y)"], "test_setup_code": "y = 1", "test_imports": ["import re"]},
+    ),
+    ("code", "3", {"test_list": ["assert f()"], "test_setup_code": None, "test_imports": None}),
+    ("code", "3", {"test_list": ["assert sum(10, 15) == 150"]}),
+    ("code", "3", {"test_list": ["try: f()\nexcept ValueError: pass\nelse: raise TypeError"]}),
+    ("code", "3", {"test_list": ["import math", "assert math.isclose(f(1), 2)"]}),
     ("code", "9", {"input_output": CASES}),
     ("code", "9", {"input_output": json.dumps(CASES)}),
     ("code", "9", {"input_output": json.dumps(CALLS)}),
@@ -99,6 +106,18 @@ def test_accepted(kind, answer, extra):
     ("code", "1", {"test_list": ["x"], "test_imports": "re"}, "test_imports that are not a list"),
     ("code", "1", {"test_list": ["x"], "test_imports": [3]}, "not text, but int"),
     ("code", "1", {"test_list": ["x"], "test_setup_code": [3]}, "not text, but list"),
+    *(
+      ("code", "1", {"test_list": [test]}, "tests that check nothing, so that any program would")
+      for test in (
+        *("assert True", "print(f(1))", "f(1)", "assert 1 == 1", "assert f(1) == f(1)", "x = f(1)"),
+        *("assert f(1) or True", "assert (f(1) == 2, 'message')", "assert not False", "pass"),
+        *("assert 'f(1) == 2'", "assert len([1]) == 1; f(1)", "# assert f(1) == 2"),
+      )
+    ),
+    ("code", "1", {"test_list": ["assert f(1"]}, "tests that do not compile: '(' was never closed"),
+    ("code", "1", HUMANEVAL | {"test": "assert f() == 1"}, "without a function check(candidate)"),
+    ("code", "1", HUMANEVAL | {"test": "def check(c): pass"}, "tests that check nothing"),
+    ("code", "1", {"input_output": CASES | {"outputs": ["", " \n"]}}, "outputs are all empty"),
     ("code", "1", {"input_output": ""}, "not valid JSON"),
     ("code", "1", {"input_output": DEEP}, "not valid JSON"),
     ("code", "1", {"input_output": "[1]"}, "not an object"),

@@ -136,9 +136,10 @@ def stated(before: str, span: str, after: str) -> str | None:
   if _HEDGED_BEFORE.search(before[-100:]) or _HEDGED_AFTER.match(after.replace("$", "")):
     return None
   either = _OR.match(before[-100:])
-  other = last_expression(either[1]) if either else None
-  if other and not same(*(read(x)[1] or x for x in (other, span))):
-    return None
+  if either:
+    other = last_expression(either[1])
+    if other is None or not same(*(read(x)[1] or x for x in (other, span))):
+      return None
   if changed := _CHANGED.match(after):
     span = f"{span} {changed[1]}"
   return f"-{span}" if _NEGATED.search(before[-20:]) else span

@@ -171,6 +171,39 @@ def test_no_piece_of_an_expression_and_no_hedged_number_is_an_answer():
     assert math_correct(text, gold) is not True, (text, gold, extract(text))
 
 
+NUMBERS = st.integers(2, 999).map(str)
+# What changes a number that it touches, or makes it no answer.
+CHANGES = st.sampled_from(
+  [
+    *("{}x", "{}π", "{}\\pi", "{}½", "{}⁴", "{}^3", "{} × 10^3", "3√{}", "3\\sqrt{{{}}}", "{}_7"),
+    *("7 / {}", "{} / 7", "7 + {}", "{} tenths", "{} lakh", "{} squared", "{} trillion", "{}万"),
+    *("minus {}", "‑{}", "—{}", "{},5", "{} and a half", "2 times {}", "{} point five", "log {}"),
+    *("not {}", "less than {}", "at least {}", "either 1234 or {}", "between 1234 and {}"),
+    *("from 1234 to {}", "neither 1234 nor {}", "{} or more", "1\u200b{}", "1\u2009{}"),
+    *("{} modulo 7", "{}\u20dd", "≠ {}", "<{}", "± {}", "{} divided by 3"),
+  ]
+)
+
+
+@settings(derandomize=True, max_examples=600, deadline=None)
+@given(
+  NUMBERS, CHANGES, st.sampled_from(["It is {}", "The answer is {}.", "Answer: {}", "So {}\n"])
+)
+def test_a_number_that_is_changed_or_hedged_is_not_the_number(number, change, sentence):
+  text = sentence.format(change.format(number))
+  assert math_correct(f"First 4321. {text}", number) is not True, text
+
+
+UNKNOWN = st.text("bcdfgjklpqrstvwz", min_size=4, max_size=9)
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(NUMBERS, UNKNOWN, st.sampled_from(["\\boxed{{{} {}}}", "\\boxed{{{} \\text{{ {}}}}}"]))
+def test_a_word_that_is_no_unit_is_not_dropped(number, word, box):
+  assert math_correct(box.format(number, "apples"), number) is True
+  assert math_correct(box.format(number, word), number) is not True
+
+
 @settings(derandomize=True, max_examples=400, deadline=None)
 @given(st.text(max_size=60) | st.text("0123 ^½√\\frac{}()x+-*/=.,'_%$π⁴𝟓and", max_size=40))
 def test_any_text_is_read(text):
