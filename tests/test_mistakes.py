@@ -134,7 +134,10 @@ MISTAKES = {
   "prompts that are too long": (own(file="long.jsonl"), "data.max_prompt_tokens = 24"),
   "a template without a prompt": (own("data.template=Think."), "must contain {prompt}"),
   "own data without demonstrations": (own("warm_start.steps=5"), "set warm_start.data to a file"),
-  "demonstrations without steps": (own("warm_start.data=demos.jsonl"), "warm_start.steps is 0"),
+  "demonstrations without steps": (
+    own("warm_start.data=demos.jsonl"),
+    "effect with warm_start.steps",
+  ),
   "demonstrations in other columns": (imitate("answers.jsonl"), "no column 'completion'"),
   "demonstrations that are too long": (imitate("essays.jsonl"), "sampling.max_tokens = 36"),
   "demonstrations that are not here": (imitate("demo.jsonl"), "no file or folder at 'demo.jsonl'"),

@@ -8,7 +8,7 @@ correct and of incorrect completions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import jax
@@ -16,7 +16,16 @@ import jax.numpy as jnp
 
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units
 from gtpo_jax.arrays import masked_mean
-from gtpo_jax.runtime.fields import ABOVE_0, FLAG, Checked, at_least, number, one_of, setting
+from gtpo_jax.runtime.fields import (
+  ABOVE_0,
+  FLAG,
+  Checked,
+  Condition,
+  at_least,
+  number,
+  one_of,
+  setting,
+)
 
 # The axes of [n, g, u] over which one mean and standard deviation are computed.
 NORM_SCOPE: dict[str, tuple[int, ...]] = {"group": (1, 2), "batch": (0, 1, 2)}
@@ -93,19 +102,16 @@ class Distillation(Checked):
   """
 
   prefix: ClassVar[str] = "distill."
+  read_if: ClassVar[Mapping[str, Condition]] = {
+    "beta": Condition("divergence = 'jsd'", lambda x: x.divergence == "jsd"),
+    "top_k": Condition("a divergence over the vocabulary", lambda x: not x.sampled),
+  }
 
   coef: float = setting(1.0, bound=ABOVE_0)
   credit: str = setting("uniform", bound=one_of(CREDITS))
   divergence: str = setting("sampled", bound=one_of(DIVERGENCES))
   beta: float = setting(0.5, bound=number(lambda x: 0 < x < 1, "in (0, 1)"))
   top_k: int = setting(0, bound=at_least(0))
-
-  def __post_init__(self):
-    super().__post_init__()
-    if self.divergence != "jsd":
-      self._check_unchanged("beta", "divergence = 'jsd'")
-    if self.sampled:
-      self._check_unchanged("top_k", "a divergence over the vocabulary")
 
   @property
   def sampled(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import jax
@@ -19,7 +19,7 @@ from gtpo_jax.algorithms.objectives import Objective, ObjectiveInputs
 from gtpo_jax.algorithms.ratios import RATIOS
 from gtpo_jax.algorithms.selection import quantile, token_covariance
 from gtpo_jax.arrays import Signals, masked_mean, mean_or_nan
-from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, Checked, number, one_of, setting
+from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, Checked, Condition, number, one_of, setting
 
 
 def token_mean(mask: jax.Array) -> jax.Array:
@@ -92,6 +92,10 @@ class EntropyBonus(Checked):
   """The policy's entropy, which is added to the objective with a constant or adapted weight."""
 
   prefix: ClassVar[str] = "algorithm."
+  read_if: ClassVar[Mapping[str, Condition]] = dict.fromkeys(
+    ("entropy_coef_delta", "entropy_coef_max"),
+    Condition("entropy_target above 0", lambda x: x.entropy_target),
+  )
 
   entropy_coef: float = setting(
     0.0,
@@ -116,9 +120,6 @@ class EntropyBonus(Checked):
     super().__post_init__()
     if self.entropy_target:
       self._check_order("entropy_coef", "entropy_coef_max")
-      return
-    for name in ("entropy_coef_delta", "entropy_coef_max"):
-      self._check_unchanged(name, "entropy_target above 0")
 
   def __bool__(self) -> bool:
     """Whether the loss has an entropy bonus, and so needs the policy's entropies."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import jax
@@ -30,7 +30,15 @@ from gtpo_jax.algorithms.relative_entropy import (
   share_metrics,
 )
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.fields import AT_LEAST_0, INFINITY, Checked, number, one_of, setting
+from gtpo_jax.runtime.fields import (
+  AT_LEAST_0,
+  INFINITY,
+  Checked,
+  Condition,
+  number,
+  one_of,
+  setting,
+)
 
 LENGTH_PENALTIES = ("overlong", "group_relative")
 
@@ -298,6 +306,14 @@ class LengthPenalty(Checked):
   """The penalty for long completions, which is added to their rewards (`rewards/length.py`)."""
 
   prefix: ClassVar[str] = "algorithm."
+  read_if: ClassVar[Mapping[str, Condition]] = {
+    "overlong_buffer": Condition(
+      "length_penalty = 'overlong'", lambda x: x.length_penalty == "overlong"
+    ),
+    "gamma": Condition(
+      "length_penalty = 'group_relative'", lambda x: x.length_penalty == "group_relative"
+    ),
+  }
 
   length_penalty: str = setting(
     "overlong",
@@ -316,13 +332,3 @@ class LengthPenalty(Checked):
     "correct, and hard if at least this fraction is incorrect.",
     number(lambda x: 0.5 < x <= 1, "in (0.5, 1]"),
   )
-
-  def __post_init__(self):
-    super().__post_init__()
-    if self.length_penalty != "group_relative":
-      self._check_unchanged("gamma", "length_penalty = 'group_relative'")
-    elif self.overlong_buffer:
-      raise UserError(
-        f"algorithm.overlong_buffer = {self.overlong_buffer} has no effect with length_penalty = "
-        "'group_relative'; set overlong_buffer = 0, or length_penalty = 'overlong'"
-      )

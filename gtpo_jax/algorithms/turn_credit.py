@@ -7,6 +7,7 @@ to a turn is on all of its tokens.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 from gtpo_jax.algorithms.advantages import MIN_STD
 from gtpo_jax.algorithms.relative_entropy import sum_by_place, turn_begins
-from gtpo_jax.runtime.fields import AT_LEAST_0, Checked, number, one_of, setting
+from gtpo_jax.runtime.fields import AT_LEAST_0, Checked, Condition, number, one_of, setting
 
 TURN_CREDITS = ("none", "state", "return", "reward")
 TURN_NORMS = ("std", "mean")
@@ -40,6 +41,14 @@ class TurnCredit(Checked):
   """
 
   prefix: ClassVar[str] = "algorithm."
+  read_if: ClassVar[Mapping[str, Condition]] = {
+    "turn_discount": Condition(
+      'turn_credit = "state" or "return"', lambda x: x.turn_credit in ("state", "return")
+    ),
+    **dict.fromkeys(
+      ("step_weight", "outcome_weight", "turn_norm"), Condition("turn_credit", lambda x: bool(x))
+    ),
+  }
 
   turn_credit: str = setting(
     "none",
@@ -63,14 +72,6 @@ class TurnCredit(Checked):
     'centred ("mean").',
     one_of(TURN_NORMS),
   )
-
-  def __post_init__(self):
-    super().__post_init__()
-    if self.turn_credit == "none":
-      for name in ("step_weight", "outcome_weight", "turn_norm"):
-        self._check_unchanged(name, "turn_credit")
-    if self.turn_credit not in ("state", "return"):
-      self._check_unchanged("turn_discount", 'turn_credit = "state" or "return"')
 
   def __bool__(self) -> bool:
     return self.turn_credit != "none"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from gtpo_jax.checkpoint.lease import claim_lease
-from gtpo_jax.config import Config, difference, freeze, resolved_dict
+from gtpo_jax.config import Config, difference, freeze_recorded, resolved_dict
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.paths import (
@@ -93,7 +93,7 @@ def load_config(workdir: Path) -> Config:
   Raises:
     UserError: the folder holds no run, or its config.json is damaged.
   """
-  return freeze(_read_config(workdir))
+  return freeze_recorded(_read_config(workdir))
 
 
 def has_base(workdir: Path) -> bool:
@@ -135,7 +135,7 @@ def _check_config(workdir: Path, config: Config, say: Callable[[str], None]) -> 
     return False
   values = _read_config(workdir)
   try:
-    saved = freeze(values)
+    saved = freeze_recorded(values)
   except UserError as error:
     raise UserError(f"{str(workdir / 'config.json')!r} is not usable: {error}") from error
   changes = "; ".join(forbidden_changes(saved, config))

@@ -6,19 +6,13 @@ demonstrations is it asked whether its files exist, because a missing one is the
 
 from __future__ import annotations
 
-from gtpo_jax.algorithms import Algorithm, Distillation
+from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.config.data_sections import DataSection, EnvSection, RewardSection, WarmStartSection
 from gtpo_jax.config.monitoring import EvalSection
-from gtpo_jax.config.sections import (
-  BatchSection,
-  FrozenSection,
-  ModelSection,
-  SamplingSection,
-  TeacherSection,
-)
+from gtpo_jax.config.sections import BatchSection, ModelSection, SamplingSection, TeacherSection
 from gtpo_jax.data.readers import check_exists
 from gtpo_jax.data.sources import is_source
-from gtpo_jax.data.tasks import FILLER, TASKS, Forks
+from gtpo_jax.data.tasks import TASKS
 from gtpo_jax.models.presets import PRESETS, TINY_MOE
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
@@ -30,16 +24,6 @@ def check_model(model: ModelSection, sampling: SamplingSection) -> None:
     raise UserError(
       f"unknown model.preset {preset!r}{did_you_mean(preset, PRESETS)}; "
       f"valid are {', '.join(PRESETS)}"
-    )
-  if model.quantize and not model.lora_rank:
-    raise UserError(
-      f"model.quantize = {model.quantize!r} needs adapters, because quantised matrices are not "
-      "trained; set model.lora_rank"
-    )
-  if model.quantize and sampling.weights_dtype:
-    raise UserError(
-      f"sampling.weights_dtype = {sampling.weights_dtype!r} has no effect on the base, "
-      f"which is {model.quantize} already (model.quantize); leave it empty"
     )
   # Checks the formats. A model that is not known yet may have all that adapters can name.
   model.with_formats(TINY_MOE if model.path else PRESETS[preset], "float32")
@@ -62,22 +46,10 @@ def check_data(data: DataSection, evaluation: EvalSection) -> None:
   if "{prompt}" not in data.template:
     raise UserError(f"data.template must contain {{prompt}}, got {data.template!r}")
   _ = data.eval_task  # refuses a difficulty that its task does not have
-  if data.filler != FILLER and not any(
-    isinstance(task, Forks) for task in (data.train_task, data.eval_task)
-  ):
-    raise UserError(
-      f"data.filler = {data.filler} only has an effect with data.train = 'forks' or "
-      f"'forks_confident'; use one of them, or leave data.filler at {FILLER}"
-    )
 
 
 def check_warm_start(warm_start: WarmStartSection, data: DataSection) -> None:
   """There are demonstrations to imitate."""
-  if warm_start.data and not warm_start.steps:
-    raise UserError(
-      f"warm_start.data = {warm_start.data!r} is set, but warm_start.steps is 0; set the steps to "
-      "the number of updates, such as 500"
-    )
   if warm_start.data and not is_source(warm_start.data):
     raise UserError(
       f"warm_start.data must name a source (a .jsonl or .parquet file, hf:ID, tfds:NAME), "
@@ -156,8 +128,17 @@ def check_sampling(sampling: SamplingSection, batch: BatchSection, algorithm: Al
     )
 
 
-def check_judge(reward: RewardSection, batch: BatchSection) -> None:
-  """A group has the opponents that a judge compares each completion with."""
+def check_reward(reward: RewardSection, batch: BatchSection, algorithm: Algorithm) -> None:
+  """The parts do not cancel, and a group has the opponents of a comparison."""
+  weights = {name: weight for name, weight in reward.weighted if weight}
+  # Without other numbers than right and wrong, both parts are the same.
+  same = not reward.replaces_verifiers and algorithm.recipe.rewards == (0.0, 1.0)
+  if not weights or (
+    same and weights.keys() == {"correct", "verifier"} and not sum(weights.values())
+  ):
+    raise UserError(
+      f"reward.parts = {reward.parts!r} gives every completion the reward 0; change the weights"
+    )
   if reward.judge.opponents >= batch.group:
     raise UserError(
       f"reward.judge.opponents must be below batch.group = {batch.group}, got "
@@ -165,29 +146,10 @@ def check_judge(reward: RewardSection, batch: BatchSection) -> None:
     )
 
 
-def check_frozen(guide: FrozenSection, reference: FrozenSection, algorithm: Algorithm) -> None:
-  """The algorithm uses the guide and the reference that are set."""
-  settings = algorithm.settings
-  if guide.path and not settings.guide_completions:
-    raise UserError(
-      f"guide.path is set, but algorithm {algorithm.name!r} has no guide; "
-      "use 'dapo_mixed', or leave guide.path out"
-    )
-  if reference.path and not settings.kl_weight:
-    raise UserError(
-      "reference.path is set, but algorithm.kl_weight is 0; give it a weight, or leave the path out"
-    )
-
-
-def check_teacher(teacher: TeacherSection, distill: Distillation, algorithm: Algorithm) -> None:
+def check_teacher(teacher: TeacherSection, algorithm: Algorithm) -> None:
   """There is a teacher if something needs it, and only one."""
   if teacher.prompt and "{prompt}" not in teacher.prompt:
     raise UserError(f"teacher.prompt must contain {{prompt}}, got {teacher.prompt!r}")
-  if teacher.max_prompt_tokens and not teacher.prompt:
-    raise UserError(
-      f"teacher.max_prompt_tokens = {teacher.max_prompt_tokens} only has an effect with "
-      "teacher.prompt; set it, or leave teacher.max_prompt_tokens at 0"
-    )
   if teacher.path and teacher.policy:
     raise UserError(
       f"teacher.path = {teacher.path!r} and teacher.policy = {teacher.policy!r} are two "
@@ -198,17 +160,8 @@ def check_teacher(teacher: TeacherSection, distill: Distillation, algorithm: Alg
       "teacher.policy = 'current' is the policy itself unless it reads something else: set "
       "teacher.prompt"
     )
-  if teacher.exists:
-    return
-  if teacher.prompt:
-    raise UserError(
-      f"teacher.prompt = {teacher.prompt!r} has no effect without a teacher: set teacher.path or "
-      "teacher.policy"
-    )
-  if algorithm.recipe.distillation:
+  if algorithm.recipe.distillation and not teacher.exists:
     raise UserError(
       f"algorithm {algorithm.name!r} learns from a teacher: set teacher.path to the workdir "
       "of a run, a Hugging Face folder or a hub id"
     )
-  if distill != Distillation():
-    raise UserError("distill has no effect without a teacher: set teacher.path, or leave it out")

@@ -10,8 +10,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
+import os
 import re
 import sys
+import tokenize
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -21,13 +24,16 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict, config_flags
 
 from gtpo_jax.config.describe import foreign_name
+from gtpo_jax.config.read_settings import check_settings
 from gtpo_jax.config.run_config import Config, flatten, resolved_dict, to_dict
 from gtpo_jax.runtime.errors import UserError, did_you_mean
+from gtpo_jax.runtime.fields import SHOWN_CHARS, UnreadError
 
 # The folder of the configs that come with gtpo_jax: inside the package if it was installed from a
 # wheel, and beside it in a source tree.
 _PACKAGE = Path(__file__).parents[1]
 _PACKAGED = _PACKAGE / "configs"
+LONGEST_NAME = 255  # bytes, on the usual file systems
 CONFIGS = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "configs"
 
 
@@ -41,16 +47,23 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> ConfigDict:
 
   Args and errors are as in `load`.
   """
-  return _to_config_dict(load(path, overrides))
+  return _to_config_dict(_load(path, overrides, complete=False))
 
 
 def freeze(values: Mapping[str, Any]) -> Config:
   """Checks a ConfigDict or nested dict and converts it to a `Config`.
 
   Raises:
-    UserError: a key is unknown (the message names the nearest valid one), or a value has the wrong
-      type or is out of bounds.
+    UserError: a key is unknown (the message names the nearest valid one), a value has the wrong
+      type or is out of bounds, or nothing would read it.
   """
+  config = freeze_recorded(values)
+  check_settings(config, complete=False)
+  return config
+
+
+def freeze_recorded(values: Mapping[str, Any]) -> Config:
+  """Converts what a run has recorded, which may hold settings that nothing reads; see `freeze`."""
   values = values.to_dict() if isinstance(values, ConfigDict) else values
   return _build(Config, values, "")
 
@@ -58,12 +71,17 @@ def freeze(values: Mapping[str, Any]) -> Config:
 def load(path: str, overrides: Sequence[str] = ()) -> Config:
   """Reads a config file and applies command-line overrides, `--config.a.b=VALUE` each.
 
-  `path` is a file or the name of one in `CONFIGS`, such as "tiny".
+  `path` is a file or the name of one in `CONFIGS`, such as "tiny". An override can turn something
+  off; what the file sets for it goes back to its default.
 
   Raises:
     UserError: there is no such file, it raises an error, a key is unknown, or a value has the wrong
-      type.
+      type, or no effect.
   """
+  return _load(path, overrides, complete=True)
+
+
+def _load(path: str, overrides: Sequence[str], complete: bool) -> Config:
   file, colon, argument = path.partition(":")  # ml_collections passes the rest to get_config
   file = _find_file(file)
   _check_overrides(overrides)
@@ -87,7 +105,29 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     raise UserError(
       f"config {file}: get_config() must return a ConfigDict, got {type(values).__name__}"
     )
-  return freeze(values)
+  return _read_config(values.to_dict(), overrides, complete)
+
+
+def _read_config(
+  values: dict[str, Any], overrides: Sequence[str], complete: bool, recorded: bool = False
+) -> Config:
+  """Checks settings, without those that only the overrides leave unread; see `load`.
+
+  Of a recorded config only the overrides must be read.
+  """
+  keys = [key.removeprefix("--config.").partition("=")[0] for key in overrides]
+  while True:
+    config = freeze_recorded(values)
+    try:
+      check_settings(config, complete)
+      return config
+    except UnreadError as error:
+      switched_off = recorded or not set(keys).isdisjoint(re.findall(r"[\w.]+", error.needed))
+      if error.name in keys or not switched_off:
+        raise
+      *sections, field = error.name.split(".")
+      section = functools.reduce(dict.__getitem__, sections, values)
+      del section[field]
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
@@ -107,7 +147,7 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     for name in sections:
       section = section[name]
     section[field] = text if isinstance(section[field], str) else _literal(key, text)
-  return freeze(values)
+  return _read_config(values, overrides, complete=True, recorded=True)
 
 
 def _literal(key: str, text: str) -> Any:
@@ -140,9 +180,16 @@ def packaged() -> dict[str, Path]:
 def _find_file(path: str) -> Path:
   """Returns the file that `path` names, or the one in `CONFIGS` with this name."""
   file = Path(path)
+  if len(os.fsencode(file.name)) > LONGEST_NAME:
+    raise UserError(f"no file has a name as long as --config={path[:SHOWN_CHARS]}...; name another")
   if file.is_dir():
     raise UserError(f"--config={file} is a folder; name a file in it, such as configs/tiny.py")
   if file.is_file():
+    try:
+      with tokenize.open(file) as text:
+        text.read()
+    except (SyntaxError, ValueError) as error:
+      raise UserError(f"--config={file} cannot be read; save it as UTF-8 ({error})") from error
     return file
   if path in packaged():
     return packaged()[path]
@@ -202,6 +249,8 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
   """Returns `value` if it has the type `hint`; integers are accepted as floats, lists as tuples."""
   kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
   kinds = tuple(typing.get_origin(kind) or kind for kind in kinds)
+  if tuple in kinds and isinstance(value, str):
+    raise UserError(f"{name} is a list of strings, got {value!r:.80}; write it in brackets")
   if tuple in kinds:  # the bound of the field says what else is wrong
     return tuple(value) if isinstance(value, list) else value
   number = isinstance(value, int) and not isinstance(value, bool)

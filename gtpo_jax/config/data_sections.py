@@ -39,6 +39,10 @@ IMITATION_OPTIMIZER = OptimizerConfig(
 )
 
 
+def _refuse_constant(name: str) -> None:
+  raise ValueError(f"{name} is no value of JSON")
+
+
 @dataclasses.dataclass(frozen=True)
 class DataSection:
   """What to train and evaluate on, and how a problem becomes a prompt.
@@ -84,7 +88,9 @@ class DataSection:
 
   def __post_init__(self):
     try:
-      check_variables(json.loads(self.chat_template_kwargs or "{}"))
+      check_variables(
+        json.loads(self.chat_template_kwargs or "{}", parse_constant=_refuse_constant)
+      )
     except ValueError as error:
       reason = error if str(error).startswith("must") else f"must be JSON: {error}"
       raise UserError(

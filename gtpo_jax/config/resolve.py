@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from gtpo_jax.config.read_settings import check_router
 from gtpo_jax.config.run_config import Config
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.experts.routing import RouteShape
@@ -52,6 +53,7 @@ def resolve_model(config: Config, device: Any = None) -> ResolvedModel:
   architecture = config.model.with_formats(architecture, dtype)
   if folder:
     config.check_context(architecture)
+    check_router(config, architecture)
   return ResolvedModel(folder, architecture, reason)
 
 

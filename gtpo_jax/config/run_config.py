@@ -12,9 +12,8 @@ from gtpo_jax.algorithms import Algorithm, Distillation
 from gtpo_jax.config.checks import (
   check_data,
   check_env,
-  check_frozen,
-  check_judge,
   check_model,
+  check_reward,
   check_sampling,
   check_teacher,
   check_warm_start,
@@ -95,9 +94,8 @@ class Config:
     algorithm = self.resolved_algorithm
     check_env(self.env, self.data, self.teacher, self.sampling, algorithm)
     check_sampling(self.sampling, self.batch, algorithm)
-    check_judge(self.reward, self.batch)
-    check_frozen(self.guide, self.reference, algorithm)
-    check_teacher(self.teacher, self.distill, algorithm)
+    check_reward(self.reward, self.batch, algorithm)
+    check_teacher(self.teacher, algorithm)
 
   def check_context(self, architecture: ModelConfig, teacher: bool = False) -> None:
     """Raises UserError if prompt and completion together exceed the context of a model.

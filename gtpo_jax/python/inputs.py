@@ -12,6 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from gtpo_jax.config import Config, EnvSection, freeze
+from gtpo_jax.config.read_settings import check_settings
 from gtpo_jax.data.demonstration_rows import demonstrations_of
 from gtpo_jax.data.records import Problem
 from gtpo_jax.data.sources import RECORDS, Loaded, hold_out, load_records, needs_of
@@ -119,6 +120,7 @@ def resolve_inputs(
   config = dataclasses.replace(
     config, data=section, reward=reward_section, warm_start=warm_start, env=env
   )
+  check_settings(config)
   return Inputs(config, reward, records, environment, tools, agent)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +37,9 @@ def environment_rules(
     cut: removes a stop string from the text of a turn, with what follows it.
 
   Raises:
-    UserError: the environment or a tool cannot be imported or used; the config has settings for
-      episodes, but there are none; or the chat template does not show observations, or the tools,
-      unless `env.parser` is set.
+    UserError: the environment or a tool cannot be imported or used, the reward has the
+      part env without an environment, or the chat template does not show observations, or the
+      tools, unless `env.parser` is set.
   """
   section = config.env
   if environment is None and section.make:
@@ -48,7 +47,11 @@ def environment_rules(
   if tools is None:
     tools = [_import_tool(config, name) for name in section.tool_names]
   if environment is None and not tools:
-    _check_unused(config)
+    if "env" in dict(config.reward.weighted):
+      raise UserError(
+        f"reward.parts = {config.reward.parts!r} has the part env: set env.make, env.tools "
+        "or env.agent"
+      )
     return None
   rules = Environments(chat, environment, tools, section.parser, section.limits, cut)
   question = user("x")
@@ -92,21 +95,6 @@ def agent_rules(
     agent = import_name(section.agent, "agent")
   checked_callable(agent, f"agent {section.agent!r}")
   return Agents(chat, agent, section.limits, section.parser, max_tokens, stop)
-
-
-def _check_unused(config: Config) -> None:
-  """Raises UserError if a setting of the config has no effect without an environment."""
-  if "env" in dict(config.reward.weighted):
-    raise UserError(
-      f"reward.parts = {config.reward.parts!r} has the part env: set env.make, env.tools "
-      "or env.agent"
-    )
-  for field in dataclasses.fields(config.env):
-    if (value := getattr(config.env, field.name)) != field.default:
-      raise UserError(
-        f"env.{field.name} = {value!r} has no effect without env.make, env.tools or env.agent; "
-        "set one of them"
-      )
 
 
 def _import_tool(config: Config, name: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from gtpo_jax.runtime.errors import UserError
@@ -25,6 +25,7 @@ INFINITY = float("inf")
 SMALLEST = 1e-30
 LARGEST = 1e15
 LARGEST_INTEGER = 2**31 - 1
+SHOWN_CHARS = 80  # of a value in a message
 
 
 class Bound(NamedTuple):
@@ -132,17 +133,86 @@ def find_problem(value: Any, bound: Bound | None = None) -> str:
   return ""
 
 
+class Condition(NamedTuple):
+  """When a setting is read.
+
+  Attributes:
+    needed: completes "NAME only has an effect with ...".
+    holds: whether the setting is read, by the section or config that has it.
+  """
+
+  needed: str
+  holds: Callable[[Any], Any]
+
+
+class UnreadError(UserError):
+  """Raised for a setting that nothing reads.
+
+  Attributes:
+    name: its dotted name.
+    needed: what makes it read.
+  """
+
+  def __init__(self, message: str, name: str, needed: str):
+    super().__init__(message)
+    self.name = name
+    self.needed = needed
+
+
+def refuse_unread(section: Any, conditions: Mapping[str, Condition], prefix: str = "") -> None:
+  """Refuses the first setting that differs from its default although its condition does not hold.
+
+  Args:
+    section: a dataclass of settings, perhaps with further ones in it.
+    conditions: by dotted name, for the settings that are not always read.
+    prefix: what the message puts in front of a name.
+
+  Raises:
+    UnreadError: the setting has no effect.
+  """
+  for name, value, default in _changed(section):
+    condition = conditions.get(name)
+    if condition and not condition.holds(section):
+      needed = condition.needed
+      shown = repr(default) if len(repr(default)) <= SHOWN_CHARS else "its default"
+      raise UnreadError(
+        f"{prefix}{name} = {value!r:.{SHOWN_CHARS}} only has an effect with {needed}; use that, or "
+        f"leave {name.rpartition('.')[2]} at {shown}",
+        f"{prefix}{name}",
+        needed,
+      )
+
+
+def _changed(
+  section: Any, original: Any = None, prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+  """Yields name, value and default of every setting that differs from its default.
+
+  The defaults of a section in another section are those of `original`.
+  """
+  for field in dataclasses.fields(section):
+    value = getattr(section, field.name)
+    default = field.default if original is None else getattr(original, field.name)
+    if dataclasses.is_dataclass(value):
+      yield from _changed(value, default, f"{prefix}{field.name}.")
+    elif value != default:
+      yield f"{prefix}{field.name}", value, default
+
+
 class Checked:
   """A base of dataclasses whose values are checked against their bounds when they are made.
 
   Attributes:
     prefix: what error messages put in front of the name of a field.
+    read_if: by name, the conditions of fields that are not always read; they hold for the instance.
   """
 
   prefix: ClassVar[str] = ""
+  read_if: ClassVar[Mapping[str, Condition]] = {}
 
   def __post_init__(self):
     check_bounds(self, self.prefix)
+    refuse_unread(self, self.read_if, self.prefix)
 
   def _check_order(self, low: str, high: str) -> None:
     """Raises UserError if the field `low` is above the field `high`."""
@@ -150,13 +220,3 @@ class Checked:
     upper = getattr(self, high)
     if lower > upper:
       raise UserError(f"{self.prefix}{low} must be at most {high} = {upper}, got {lower}")
-
-  def _check_unchanged(self, name: str, needed: str) -> None:
-    """Raises UserError if a field that has no effect without `needed` is not at its default."""
-    value = getattr(self, name)
-    default = type(self).__dataclass_fields__[name].default
-    if value != default:
-      raise UserError(
-        f"{self.prefix}{name} = {value} only has an effect with {needed}; set that, or leave "
-        f"{name} at {default}"
-      )

@@ -305,7 +305,7 @@ def test_settings_that_would_have_no_effect_are_refused():
   with pytest.raises(UserError) as error:
     make("dapo", gamma=0.6)
   assert str(error.value) == (
-    "algorithm.gamma = 0.6 only has an effect with length_penalty = 'group_relative'; set that, or "
+    "algorithm.gamma = 0.6 only has an effect with length_penalty = 'group_relative'; use that, or "
     "leave gamma at 0.75"
   )
 
@@ -381,7 +381,7 @@ def test_what_eq_11_excludes_is_refused(options, message):
     ("dapo_mixed", {"ratio": "gspo_token"}, "its guide's tokens have an objective of their own"),
     ("gtpo", {"objective": "ppo"}, "must be one of clip, cispo, sapo, gmpo, dppo, clip_cov, kl_c"),
     ("clip_cov", {"cov_low": 6.0}, "algorithm.cov_low must be at most cov_high = 5.0, got 6.0"),
-    ("gtpo", {"entropy_coef_delta": 0.1}, "only has an effect with entropy_target above 0; set"),
+    ("gtpo", {"entropy_coef_delta": 0.1}, "only has an effect with entropy_target above 0; use"),
     (
       "gtpo",
       {"entropy_target": 0.3, "entropy_coef": 2.0},
@@ -411,7 +411,7 @@ def test_every_recipe_accepts_every_meaningful_objective(name, objective):
 
 
 def test_an_overlong_buffer_without_effect_is_refused():
-  message = "overlong_buffer = 64 has no effect with length_penalty = 'group_relative'; set"
+  message = "overlong_buffer = 64 only has an effect with length_penalty = 'overlong'; use"
   with pytest.raises(UserError, match=message):
     make("gtpo", length_penalty="group_relative", overlong_buffer=64)
   assert make("gtpo", length_penalty="group_relative").settings.overlong_buffer == 0

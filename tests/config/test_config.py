@@ -234,7 +234,7 @@ def test_an_int_is_accepted_for_a_float():
   ],
 )
 def test_lower_bounds(name, least):
-  freeze(nested({name: least}))
+  freeze(nested({"warm_start__steps": 1, name: least}))
   refused(
     f"{name.replace('__', '.')} must be at least {least}, got {least - 1}", **{name: least - 1}
   )
@@ -395,7 +395,7 @@ def test_warm_starts_on_demonstrations(tmp_path, monkeypatch):
     "hf:missing": "needs demonstrations of data.train = 'hf:missing'",
   }.items():
     refused(message, data__train=train, data__eval="b.jsonl", warm_start__steps=5)
-  refused("warm_start.steps is 0; set the steps to", warm_start__data="demos.jsonl")
+  refused("warm_start.data = 'demos.jsonl' only has an effect", warm_start__data="demos.jsonl")
   refused("warm_start.data must name a source", warm_start__data="demos.txt", warm_start__steps=5)
   refused(
     "warm_start.fields must name prompt and completion, such as prompt=question,"

@@ -175,10 +175,11 @@ def test_an_unknown_format_is_rejected():
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"model.quantize": "int8"}, "model.quantize = 'int8' needs adapters.*set model.lora_rank"),
+    ({"model.quantize": "int8"}, "model.quantize = 'int8' only has an effect with adapters"),
     (
-      {"model.quantize": "int8", "model.lora_rank": 2, "sampling.weights_dtype": "int8"},
-      "sampling.weights_dtype = 'int8' has no effect on the base, which is int8 already",
+      {"model.quantize": "int8", "model.lora_rank": 2, "sampling.weights_dtype": "int8"}
+      | {"algorithm.tis_cap": 2.0},
+      "sampling.weights_dtype = 'int8' only has an effect with an empty model.quantize",
     ),
     ({"sampling.weights_dtype": "int8"}, "must be corrected for: set algorithm.tis_cap"),
     ({"sampling.weights_dtype": "int4"}, "weights_dtype must be int8, or empty.*got 'int4'"),

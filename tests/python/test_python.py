@@ -410,7 +410,7 @@ def test_an_environment_that_always_fails_ends_the_run(capfd):
     ({"data": "train.jsonl"}, "data must be a list of dicts, got str 'train.jsonl'; "),
     (
       {"data": ROWS, "demonstrations": [{"prompt": "1", "completion": "2"}]},
-      "set the steps to the number of",
+      "only has an effect with warm_start.steps above 0",
     ),
     ({"data": {"prompt": "1", "answer": "1"}}, "data must be a list of dicts, got dict"),
     ({"data": 5}, "data must be a list of dicts, got int '5'"),

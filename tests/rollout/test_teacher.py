@@ -233,8 +233,8 @@ def test_a_teacher_that_the_mesh_does_not_fit_is_refused(tmp_path):
 def test_settings_without_a_teacher_are_refused():
   for name, changes, message in (
     ("opd", {}, "algorithm 'opd' learns from a teacher: set teacher.path"),
-    ("gtpo", {"distill.coef": 0.5}, "distill has no effect without a teacher: set teacher.path"),
-    ("gtpo", {"teacher.prompt": "{prompt}"}, "teacher.prompt = '{prompt}' has no effect without"),
+    ("gtpo", {"distill.coef": 0.5}, "distill.coef = 0.5 only has an effect with a teacher"),
+    ("gtpo", {"teacher.prompt": "{prompt}"}, "teacher.prompt = '{prompt}' only has an effect with"),
     ("opd", {"teacher.prompt": "x", "teacher.path": "x"}, "teacher.prompt must contain {prompt}"),
     ("opd", {"teacher.max_prompt_tokens": 9, "teacher.path": "x"}, "only has an effect with teach"),
     ("opd", {"distill.coef": -1.0}, "distill.coef must be above 0 and finite, got -1.0"),

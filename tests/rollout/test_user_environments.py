@@ -56,13 +56,9 @@ def test_names_of_a_config_are_imported(tmp_path, monkeypatch):
 
 
 def test_settings_without_an_environment_are_refused():
-  for changes, message in (
-    ({"env": {"max_turns": 3}}, "env.max_turns = 3 has no effect without env.make, env.tools or"),
-    ({"reward": {"parts": "correct,env"}}, "reward.parts = 'correct,env' has the part env"),
-  ):
-    with pytest.raises(UserError) as raised:
-      environment_rules(freeze(changes), load_chat())
-    assert str(raised.value).startswith(message)
+  config = freeze({"reward": {"parts": "correct,env"}})
+  with pytest.raises(UserError, match=r"reward.parts = 'correct,env' has the part env"):
+    environment_rules(config, load_chat())
 
 
 @pytest.mark.sandbox

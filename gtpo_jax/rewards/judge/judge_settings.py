@@ -147,12 +147,6 @@ class JudgeSettings(Checked):
         f"{self.prefix}template cannot have {{answer}} with {self.prefix}opponents: evaluations "
         "compare completions with the answers"
       )
-    own_questions = self.questions != type(self).__dataclass_fields__["questions"].default
-    if own_questions and "{question}" not in self.template:
-      raise UserError(
-        f"{self.prefix}questions has no effect, because {self.prefix}template does not contain "
-        "{question}"
-      )
     try:
       groups = re.compile(self.pattern).groups
     except re.error as error:
@@ -175,16 +169,6 @@ class JudgeSettings(Checked):
       raise UserError(
         f"reward.parts = {parts!r} has the part judge: set {self.prefix}base_url and "
         f"{self.prefix}model"
-      )
-    if self.base_url and not self.decides and self.opponents:
-      raise UserError(
-        f"{self.prefix}opponents = {self.opponents} needs {self.prefix}decides=True: comparisons "
-        "decide right and wrong"
-      )
-    if self.base_url and not self.decides and "judge" not in names:
-      raise UserError(
-        f"the judge has no effect: set {self.prefix}decides=True, or add the part judge to "
-        f"reward.parts = {parts!r}"
       )
     if self.base_url and self.decides and verifier:
       raise UserError(

@@ -34,10 +34,6 @@ HERE = {"base_url": "http://localhost:8000/v1", "model": "m"}
     ({"scale": "no=0,yes=2"}, "scale must be two numbers"),
     ({"questions": ()}, "questions must be a tuple of 1 to 20 non-empty strings, got ()"),
     ({"questions": ("a", " ")}, "questions must be a tuple of 1 to 20"),
-    (
-      {"questions": ("a?", "b?"), "template": "{completion}"},
-      "questions has no effect, because reward.judge.template does not contain {question}",
-    ),
     ({"threshold": 0.0}, "threshold must be in (0, 1], got 0.0"),
     ({"concurrency": 0}, "concurrency must be from 1 to 1024, got 0"),
     ({"timeout_s": 0.0}, "timeout_s must be above 0"),
@@ -80,14 +76,18 @@ def test_the_endpoint(suffix):
   ("reward", "message"),
   [
     ({"parts": "correct,judge"}, "has the part judge: set reward.judge.base_url"),
-    ({"judge": {**HERE, "decides": False}}, "the judge has no effect: set"),
+    ({"judge": {**HERE, "decides": False}}, "only has an effect with reward.judge.decides, or"),
     (
       {"parts": "correct,judge", "judge": {**HERE, "decides": False, **COMPARES}},
-      "opponents = 1 needs reward.judge.decides=True: comparisons decide right and wrong",
+      "opponents = 1 only has an effect with reward.judge.base_url and reward.judge.decides",
     ),
     (
       {"judge": {**HERE, **COMPARES, "opponents": 16}},
       "reward.judge.opponents must be below batch.group = 16, got 16",
+    ),
+    (
+      {"judge": {**HERE, "questions": ("a?", "b?"), "template": "{completion}"}},
+      "only has an effect with reward.judge.base_url and {question} in reward.judge.template",
     ),
     ({"judge": HERE, "verifier": "m:f"}, "both reward.verifier = 'm:f' and the judge decide"),
   ],
