@@ -192,10 +192,10 @@ def quantile(x: jax.Array, mask: jax.Array, share: float) -> jax.Array:
   total = mask.sum()
   below = jnp.maximum(jnp.ceil(share * total - COUNT_TOLERANCE), 1).astype(jnp.int32)
   threshold = _threshold(_sortable_bits(x), mask, total - below + 1)
+  is_known = mask.any()
   # The largest value with at least total - below + 1 values not under it.
   bits = jnp.where(threshold < 0, threshold ^ 0x7FFFFFFF, threshold)  # undoes `_sortable_bits`
-  value = jax.lax.bitcast_convert_type(bits, jnp.float32)
-  return jnp.where(mask.any(), value, 0.0)
+  return jnp.where(is_known, jax.lax.bitcast_convert_type(bits, jnp.float32), 0.0)
 
 
 def _random_ranks(key: jax.Array, mask: jax.Array) -> jax.Array:
