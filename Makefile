@@ -64,6 +64,7 @@ test-manual: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.program
 	$(BIN)/python benchmarks/step.py

@@ -33,7 +33,11 @@ setup(
   python_requires=">=3.11",
   packages=find_packages(include=["gtpo_jax", "gtpo_jax.*"]),
   package_dir={"": "."},  # makes an editable install a plain path
-  package_data={"gtpo_jax.data": ["tokenizer/*.json"], "gtpo_jax.cli.report": ["page/*"]},
+  package_data={
+    "gtpo_jax": ["py.typed"],
+    "gtpo_jax.data": ["tokenizer/*.json"],
+    "gtpo_jax.cli.report": ["page/*"],
+  },
   cmdclass={"build_py": BuildWithConfigs},
   entry_points={"console_scripts": ["gtpo = gtpo_jax.cli:main"]},
   install_requires=[
@@ -84,6 +88,7 @@ setup(
       "pytest-xdist>=3.6",
       "hypothesis>=6.100",
       "ruff>=0.15",
+      "basedpyright>=1.40,<2",  # brings its own Node.js; downloads nothing
       "setuptools>=65",  # builds the wheel of a test; venvs of Python 3.12 come without it
       "psutil>=6",
       "gcsfs>=2026.2",

@@ -11,7 +11,12 @@ Importing this package does not import JAX; using any of its names except `envir
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what `__getattr__` imports when it is used
+  from gtpo_jax import algorithms, environments, models, rewards
+  from gtpo_jax.config import default_config, load_config
+  from gtpo_jax.loop import steps, train
 
 __version__ = "0.4.0"
 __all__ = [

@@ -309,15 +309,78 @@ def declarations() -> dict[str, dict[type, dataclasses.Field]]:
   return found
 
 
-_FIELDS = [
-  (name, type(next(iter(fields.values())).default) | None, None)
-  for name, fields in declarations().items()
-]
-
-
 @dataclasses.dataclass(frozen=True)
-class Settings(dataclasses.make_dataclass("_Settings", _FIELDS, frozen=True)):
+class Settings:
   """The settings of any algorithm by name; None for settings that it does not read.
 
-  The fields are all that the parts of the recipes and the objectives declare.
+  These are all fields that the parts of the recipes and the objectives declare (`declarations`),
+  written out for readers and type checkers. A test compares them.
   """
+
+  objective: str | None = None
+  ratio: str | None = None
+  eps_low: float | None = None
+  eps_high: float | None = None
+  dual_clip: float | None = None
+  tau_positive: float | None = None
+  tau_negative: float | None = None
+  delta_low: float | None = None
+  delta_high: float | None = None
+  ratio_cap: float | None = None
+  selected_share: float | None = None
+  cov_low: float | None = None
+  cov_high: float | None = None
+  kl_cov_coef: float | None = None
+  surprise_weight: float | None = None
+  entropy_gate: float | None = None
+  half_life: float | None = None
+  influence_low: float | None = None
+  influence_high: float | None = None
+  safe_ratio: float | None = None
+  h_floor: float | None = None
+  compare: str | None = None
+  scope: str | None = None
+  alpha1: float | None = None
+  alpha2: float | None = None
+  norm_scope: str | None = None
+  norm_sides: str | None = None
+  sign_guard: bool | None = None
+  turn_credit: str | None = None
+  step_weight: float | None = None
+  outcome_weight: float | None = None
+  turn_discount: float | None = None
+  turn_norm: str | None = None
+  loss_aggregation: str | None = None
+  contrast: bool | None = None
+  overlong_filter: bool | None = None
+  dynamic_sampling: bool | None = None
+  kl_weight: float | None = None
+  entropy_coef: float | None = None
+  entropy_target: float | None = None
+  entropy_coef_delta: float | None = None
+  entropy_coef_max: float | None = None
+  tis_cap: float | None = None
+  tis_level: str | None = None
+  mask_low: float | None = None
+  mask_high: float | None = None
+  behaviour: str | None = None
+  length_penalty: str | None = None
+  overlong_buffer: int | None = None
+  gamma: float | None = None
+  alpha: float | None = None
+  floor: float | None = None
+  kappa: float | None = None
+  mean: str | None = None
+  beta1: float | None = None
+  beta2: float | None = None
+  beta: float | None = None
+  forking_share: float | None = None
+  guide_completions: int | None = None
+  guide_cap: float | None = None
+  lambda_zero: float | None = None
+  bonus_alpha: float | None = None
+  bonus_kappa: float | None = None
+  step: str | None = None
+  confidence_k: float | None = None
+  clarity: float | None = None
+  clarity_k: float | None = None

@@ -46,7 +46,9 @@ def load_demonstrations(name: str, fields: str, bad_rows: int = 0) -> Loaded:
   return _load(name, read_rows(name), fields, bad_rows)
 
 
-def demonstrations_of(records: Iterable[Row], name: str, fields: str, bad_rows: int = 0) -> Loaded:
+def demonstrations_of(
+  records: Iterable[Mapping[str, Any]], name: str, fields: str, bad_rows: int = 0
+) -> Loaded:
   """Converts rows in memory, as `load_demonstrations` converts the rows of a file.
 
   Args:

@@ -74,7 +74,7 @@ class TrainedPolicy:
     keys = policy.engine.completion_keys(jax.random.key(seed), 1, n)
     sampling_params = SamplingParams(temperature, top_p=top_p)
     completions = sample_prompt(worker, policy, prompt, row or {}, keys, sampling_params)
-    return self.worker.decode([completion.tokens for completion in completions])
+    return self.worker.decode([completion.tokens.tolist() for completion in completions])
 
   def save(self, folder: str | Path, dtype: str | None = None) -> None:
     """Writes a Hugging Face folder; see `models.save`."""

@@ -1,6 +1,7 @@
 """What `make` returns and what it refuses."""
 
 import dataclasses
+import typing
 
 import numpy as np
 import pytest
@@ -312,7 +313,9 @@ def test_settings_that_would_have_no_effect_are_refused():
 
 def test_every_setting_is_declared_with_a_bound_and_a_meaning():
   declared = declarations()
-  assert [*declared] == [field.name for field in dataclasses.fields(Settings)]
+  kinds = {name: type(next(iter(fields.values())).default) for name, fields in declared.items()}
+  hints = {name: typing.get_args(hint)[0] for name, hint in typing.get_type_hints(Settings).items()}
+  assert [*hints.items()] == [*kinds.items()]
   for name, fields in declared.items():
     for field in fields.values():
       assert field.metadata["bound"].accepts(field.default), name
