@@ -33,10 +33,13 @@ _ARTICLE = re.compile(
   r"(?:a\b|I\b|A\b)\s+(?!(?:because|since|as|for|is|or|and|due|with|given|[&A-J(])\b)[a-z]"
 )
 _JOINED = (
-  r"[\s*`\"').:]*(?:(?:,|;|/|&|\+|-|–|—|~|\b(?:and|or|to|through|und|oder|ou|et|o|y|e|или|и|nor)\b"
-  r"|和|或|、|と|또는)[\s*`\"']*)+(?:either\s|option\s|choice\s|letter\s)*\(?"
+  r"[\s*`\"').:]*(?:(?:,|;|/|&|\+|-|–|—|~|\||∨|∧|\b(?:and|or|to|through|und|oder|ou|et|o|y|e|или|и|nor)\b"
+  r"|和|或|、|と|또는)[\s*`\"']*)+(?:(?:either|option|choice|letter|maybe|perhaps|possibly)\s)*\(?"
 )
-JOINED_AFTER = re.compile(rf"(?i:{_JOINED})[A-J](?![\w'])")
+# With nothing between them, letters are joined unless a sentence begins with the next.
+JOINED_AFTER = re.compile(
+  rf"(?i:{_JOINED})[A-J](?![\w'])|[\s*`\"').:?]+\(?[A-J](?=[\s).,:;?]*(?:$|[A-J(]))"
+)
 _JOINED_BEFORE = re.compile(rf"[A-J]\)?(?i:{_JOINED})$")
 _REFUSED_BEFORE = re.compile(
   r"(?i)(?:\b(?:not|neither|except|than)|n't)\s+(?:option\s|choice\s)?\(?$"

@@ -40,7 +40,7 @@ _MARKUP = [
   )
 ]
 _TOKEN = re.compile(
-  r"(?P<number>\d+(?:[-/:]\d+){2,}|\d+(?::\d+)+|(?:\d[\d,.'_]*\d|\d|\.\d+)(?:[eE][-+]?\d+)?)"
+  r"(?P<number>\d+(?:[-/:]\d+){2,}|\d+(?::\d+)+|(?:\d[\d,.'_`]*\d|\d|\.\d+)(?:[eE][-+]?\d+)?)"
   r"|(?P<word>(?P<named>\\[A-Za-z]+)|[^\W\d_]{2,})|(?P<letter>[^\W\d_])|(?P<space>\s+)"
   r"|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<relation>[<>!]=|[<>\u2260\u2264\u2265])"
   r"|(?P<stop>[;?\"#&@`!\u2026\u3002]|[.,:'](?!\d)|==?|[\u2248\u223c])"
@@ -50,10 +50,11 @@ _TOKEN = re.compile(
 _FUNCTIONS = str.split("sqrt pi sin cos tan cot sec csc log ln exp mod modulo infinity")
 _NAMED_STOPS = ("\\approx", "\\sim", "\\ldots", "\\dots", "\\cdots", "\\boxed", "\\item", "\\equiv")
 _NAMED_RELATIONS = str.split("\\le \\leq \\ge \\geq \\lt \\gt \\ne \\neq \\not \\in \\pm \\mp")
-_BETWEEN = str.split("times plus minus over divided multiplied")
+_BETWEEN = str.split("times plus minus over divided multiplied choose")
 _OPERANDS = ("number", "letter", "close", "name", "symbol")
 _STARTS = ("number", "letter", "open", "name", "symbol")
-_SYMBOLS = ("Sm", "No", "Nl", "Mn", "Me", "Lm")  # categories of Unicode
+_SYMBOLS = ("Sm", "No", "Nl", "Mn", "Me", "Lm", "Sk")  # categories of Unicode
+_MARKS = "\u2030\u2031\u2032\u2033\u2034\u2715\u2716"  # further symbols
 
 _HEDGED_BEFORE = re.compile(
   r"(?i)(?:\b(?:not|never|cannot|neither|without|except)|n't)\s+(?:(?!but\b)[A-Za-z-]+\s+){0,2}$"
@@ -61,9 +62,16 @@ _HEDGED_BEFORE = re.compile(
   r"|than or equal to|at least|at most|(?:is|are|be|was|of) up to"
   r"|as (?:many|much|few|little) as|(?:min|max)imum of)"
   r"\s+(?:the |an? )?$"
-  r"|\bbetween\b[^.\n]{1,60}\band\s+$|\d[\d.,%)}]*\s*(?:[A-Za-z]+\s+)?(?:to|through|until|till)\s+$"
+  r"|\bbetween\b[^.\n]{1,60}\band\s+$|\d[\d.,%)}]*\s*(?:[A-Za-z]+\s+)?(?:to|through|until|till)\s+"
+  r"(?:the\s+(?:power\s+(?:of\s+)?)?)?$"
+  r"|\b(?:any|one|some) of\s+[\d,\s]+(?:and|or)\s+$|\b(?:\w+thing|all) but\s+$"
+  r"|give or take\s+$|\bdoubt\w*\s+(?:\w+\s+){0,3}$"
 )
-_OR = re.compile(r"(?i)(.*\d.*?)(?:,\s*|\s+)(?:or|oder|или)\s+$", re.DOTALL)
+_OR = re.compile(
+  r"(?i)(.*(?:\d|\b(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve)\b).*?)"
+  r"(?:,\s*|\s+)(?:or|oder|или)\s+$",
+  re.DOTALL,
+)
 _HEDGED_AFTER = re.compile(
   r"(?i)\s*[\w%]*,?\s*(?:(?:or|and)\s+(?:more|less|fewer|above|over|below|under|higher|lower|up"
   r"|greater|larger|smaller|beyond)\b|(?:at (?:least|most)|(?:min|max)imum)\b"
@@ -120,6 +128,11 @@ def last_expression(text: str) -> str | None:
     stop += 1
   if (first == 0 and start) or tokens[stop].start - tokens[first].start > MAX_CHARS:
     return None
+  i = first
+  while i and (tokens[i - 1].kind in (*_OPERANDS, "operator") or tokens[i - 1].text in ",;"):
+    i -= 1
+  if tokens[stop].kind == "close" and tokens[i - 1].kind == "open" and i not in (0, first):
+    first = i - 1  # several values in brackets, as in (3, 5)
   first, stop = _balanced(tokens, first, stop)
   begin = tokens[first].start
   end = tokens[stop].start + len(tokens[stop].text)
@@ -158,7 +171,8 @@ def _tokens(text: str) -> list[_Token]:
       kind = "stop" if piece in _NAMED_STOPS else "name"
       kind = "relation" if piece in _NAMED_RELATIONS else kind
     elif kind == "other" or (kind == "letter" and not piece.isalpha()):
-      kind = "symbol" if unicodedata.category(piece) in _SYMBOLS else "stop"
+      is_symbol = unicodedata.category(piece) in _SYMBOLS or piece in _MARKS
+      kind = "symbol" if is_symbol else "stop"
     tokens.append(_Token(kind, piece, match.start(), space))
     space = ""
   return tokens
@@ -212,7 +226,7 @@ def _joins_operator(a: _Token, b: _Token) -> bool | None:
     if b.text == "%":
       return a.kind in _OPERANDS
     is_sign = b.text in "-\u00b1|\u221a" and b.space and a.kind == "operator"
-    is_mark = b.text in ("*", "**", "_", "|") and b.space  # of a list or a table
+    is_mark = b.text in ("_", "|") and b.space  # of a table
     is_article = a.kind == "letter" and a.text in "aAI" and b.space
     return is_sign or (
       a.kind in (*_OPERANDS, "operator", "open") and not is_mark and not is_article
