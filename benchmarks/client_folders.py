@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, processors
+from train_tokenizer import train
 
 from gtpo_jax.data.chat import Chat, load_chat
-from gtpo_jax.data.train_tokenizer import train
 from gtpo_jax.models import ModelConfig, Transformer, init_params, load, save
 from gtpo_jax.models.attention.rope import Llama3Scaling, Yarn
 from gtpo_jax.models.params import Params

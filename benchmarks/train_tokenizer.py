@@ -1,6 +1,6 @@
 """Trains the small Qwen2-style tokenizer in `gtpo_jax/data/tokenizer`.
 
-    python -m gtpo_jax.data.train_tokenizer [OUT_DIR]
+    python benchmarks/train_tokenizer.py [OUT_DIR]
 
 It follows Qwen2's scheme at a small size: NFC, its splitting pattern (each digit is one token),
 byte-level BPE, and the three ChatML control tokens. The result depends only on this file.
