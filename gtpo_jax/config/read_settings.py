@@ -132,7 +132,7 @@ READ_IF: Mapping[str, Condition] = {
     "reward.judge.opponents reward.judge.threshold",
   ),
   **_when(
-    "an algorithm with a guide, such as algorithm.name = 'dapo_mixed'",
+    "a guide, which algorithm.name = 'dapo_mixed' has",
     lambda c: c.resolved_algorithm.settings.guide_completions,
     "guide.path",
   ),

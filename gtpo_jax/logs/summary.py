@@ -40,6 +40,20 @@ def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
     "each program is compiled when it is first needed: "
     "the first evaluation and the first steps take longest",
     describe_compile_cache(),
+    *_short_warm_up(config),
+  ]
+
+
+def _short_warm_up(config: Config) -> list[str]:
+  """Says which learning rate is reached if the run ends before the peak."""
+  optimizer = config.optimizer
+  if optimizer.warmup_steps < config.steps:
+    return []
+  reached = optimizer.learning_rate * (config.steps - 1) / optimizer.warmup_steps
+  return [
+    f"the learning rate only reaches {reached:.3g} of optimizer.learning_rate = "
+    f"{optimizer.learning_rate:g}, because optimizer.warmup_steps = {optimizer.warmup_steps} is "
+    f"not below steps = {config.steps}"
   ]
 
 

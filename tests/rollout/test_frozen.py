@@ -233,8 +233,8 @@ def test_a_guide_never_samples_padding_ids(run_with_base):
 
 def test_unusable_settings_are_refused():
   for name, changes, message in (
-    ("dapo", {"guide.path": "x"}, "algorithm 'dapo' has no guide"),
-    ("grpo", {"reference.path": "x"}, "algorithm.kl_weight is 0"),
+    ("dapo", {"guide.path": "x"}, "guide.path = 'x' only has an effect with a guide"),
+    ("grpo", {"reference.path": "x"}, "effect with algorithm.kl_weight above 0"),
     ("dapo_mixed", {"algorithm.guide_completions": 3}, "leave at least two of batch.group = 4"),
     ("dapo", {"batch.max_gen_batches": 0}, "batch.max_gen_batches must be at least 1, got 0"),
     (
