@@ -25,9 +25,9 @@ from gtpo_jax.sampling.schedule.slots import DecodeInputs
 from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.sampling.spans import Span
 
-# While requests wait, or join their prompts again, a chunk ends once 1/8 of the active slots have
-# finished. With a smaller fraction the host round trips cost more than they gain; with a larger one
-# too many slots idle.
+# While completions wait, or join their prompts again, a chunk ends once 1/8 of the active slots
+# have finished. With a smaller fraction the host round trips cost more than they gain; with a
+# larger one too many slots idle.
 REFILL_FRACTION = 8
 MEASURED_CHUNKS = 4  # the fastest of the last ones counts: others may have compiled
 # Slots are dropped once so many chunks in a row have not needed them.
@@ -40,10 +40,10 @@ class Pace:
   def __init__(self, most_tokens: int, chunk_s: float | None = None, fixed: bool = False):
     """Args:
     most_tokens: the most tokens of a chunk.
-    chunk_s: for requests that come at any time, seconds after which a chunk ends, because what
-      comes waits for that; None for chunks that depend on the requests only.
+    chunk_s: for completions that come at any time, seconds after which a chunk ends, because what
+      comes waits for that; None for chunks that depend on the completions only.
     fixed: whether all chunks have `most_tokens`. Keys of a chunk and earlier ones are summed one
-      after another, so what a request draws depends on the ends of its chunks, in rounding.
+      after another, so what a completion draws depends on the ends of its chunks, in rounding.
     """
     self._fixed = fixed
     self._most_tokens = most_tokens
@@ -55,7 +55,7 @@ class Pace:
 
     Args:
       inputs: of the chunk.
-      refills: whether finished slots get other requests; without them, all slots may finish.
+      refills: whether finished slots get other completions; without them, all slots may finish.
     """
     active = int(inputs.active.sum())
     if self._fixed:

@@ -1,4 +1,4 @@
-"""Reads tokens into the cache: prompts, and requests that resume after tokens."""
+"""Reads tokens into the cache: prompts, and completions that resume after tokens."""
 
 from __future__ import annotations
 
