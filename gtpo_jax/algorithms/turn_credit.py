@@ -13,12 +13,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.advantages import MIN_STD
 from gtpo_jax.algorithms.relative_entropy import sum_by_place, turn_begins
 from gtpo_jax.runtime.fields import AT_LEAST_0, Checked, Condition, number, one_of, setting
 
 TURN_CREDITS = ("none", "state", "return", "reward")
 TURN_NORMS = ("std", "mean")
+# A standard deviation of values that are equal but for rounding: this share of the rewards that
+# were summed. A float32 has a relative error of 2**-24.
+ROUNDING = 2**-18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,13 +104,15 @@ class TurnCredit(Checked):
     """
     begins = turn_begins(mask)
     value = jnp.where(begins, reward, 0.0)
+    size = jnp.abs(value)
     compared = begins
     if self.turn_credit == "reward":
       compared = begins & _has_next(begins)
     else:
       value = discounted_returns(value, begins, self.turn_discount)
+      size = discounted_returns(size, begins, self.turn_discount)
     by = state if self.turn_credit == "state" else jnp.cumsum(begins, -1) - 1
-    own = compare_turns(value, compared, by, self.turn_norm == "std")
+    own = compare_turns(value, compared, by, size if self.turn_norm == "std" else None)
     total = self.outcome_weight * advantages + self.step_weight * hold(own, begins)
     return jnp.where(mask, total, 0.0)
 
@@ -135,15 +139,18 @@ def discounted_returns(reward: jax.Array, begins: jax.Array, discount: float) ->
   return jnp.where(begins, values, 0.0)
 
 
-def compare_turns(value: jax.Array, begins: jax.Array, by: jax.Array, scale: bool) -> jax.Array:
+def compare_turns(
+  value: jax.Array, begins: jax.Array, by: jax.Array, size: jax.Array | None = None
+) -> jax.Array:
   """Returns the value of each turn minus the mean of the turns of the prompt with the same `by`.
 
   Args:
     value: f32[n, g, t], read where `begins` is True.
     begins: bool[n, g, t], the first tokens of the turns that are compared.
     by: i32[n, g, t], in [0, g t).
-    scale: whether to divide by the population standard deviation; the result is 0 if it is below
-      `MIN_STD`.
+    size: f32[n, g, t], the sum of the magnitudes that each value is a sum of, to divide by the
+      population standard deviation; None to only subtract the mean. The result is 0 where the
+      deviation is at most `ROUNDING` times the mean size.
 
   Returns:
     f32[n, g, t]; 0 where `begins` is False.
@@ -153,9 +160,10 @@ def compare_turns(value: jax.Array, begins: jax.Array, by: jax.Array, scale: boo
   centred = value - add_up(value) / count
   # The second pass removes the rounding error of the first: equal values have std 0.
   centred -= add_up(centred) / count
-  if scale:
+  if size is not None:
     std = jnp.sqrt(add_up(jnp.square(centred)) / count)
-    centred = jnp.where(std >= MIN_STD, centred / jnp.maximum(std, MIN_STD), 0.0)
+    differ = std > ROUNDING * add_up(size) / count
+    centred = jnp.where(differ, centred / jnp.where(differ, std, 1.0), 0.0)
   return jnp.where(begins, centred, 0.0)
 
 

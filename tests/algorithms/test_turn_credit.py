@@ -101,11 +101,9 @@ def test_a_constant_of_all_returns_of_a_state_changes_nothing():
   state = rng.integers(0, 3, begins.shape)
   value = rng.normal(size=begins.shape)
   shift = rng.normal(size=(3, 3))[np.arange(3)[:, None, None], state]
-  for scale in (True, False):
-    got = compare_turns(jnp.asarray(value), jnp.asarray(begins), jnp.asarray(state), scale)
-    moved = compare_turns(
-      jnp.asarray(value + shift), jnp.asarray(begins), jnp.asarray(state), scale
-    )
+  for size in (jnp.abs(value), None):
+    got = compare_turns(jnp.asarray(value), jnp.asarray(begins), jnp.asarray(state), size)
+    moved = compare_turns(jnp.asarray(value + shift), jnp.asarray(begins), jnp.asarray(state), size)
     np.testing.assert_allclose(got, moved, atol=1e-5)
     assert np.abs(np.asarray(got)).max() > 0.5
 
@@ -123,6 +121,29 @@ def test_returns_of_long_episodes():
       expected[i, j, k] = following
   got = discounted_returns(jnp.asarray(reward, jnp.float32), jnp.asarray(begins), 0.95)
   np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gigpo", "turn_return"])
+def test_large_rewards_that_add_up_to_the_same_earn_nothing(name):
+  """All episodes succeed with rewards of equal sums, in other orders: only rounding differs."""
+  rng = np.random.default_rng(7)
+  rewards = np.asarray([1e4 / 3, 271.828, -1e4 / 3, 31.4159, 0.577], np.float32)
+  reward = np.stack([rng.permutation(rewards) for _ in range(8)])
+  mask = np.tile([True, False], 5)
+  batch = {
+    "mask": np.broadcast_to(mask, (1, 8, 10)),
+    "entropy": np.ones((1, 8, 10), np.float32),
+    "correct": np.ones((1, 8), bool),
+    "reward": np.full((1, 8), rewards.sum()),
+    "turn_reward": np.where(mask, np.repeat(reward, 2, 1), 0)[None],
+    "turn_state": np.where(np.arange(10) < 2, 0, np.arange(80).reshape(8, 10))[None],
+  }
+  credit = make(name, outcome_weight=0.0, turn_discount=1.0)
+  first = lambda x: np.asarray(credit.advantages(**arrays(x)))[0, :, 0]
+  assert not first(batch).any()
+  larger = batch["turn_reward"].copy()
+  larger[0, 0, 0] += 1.0  # a difference of a ten thousandth of the rewards is real
+  assert np.abs(first(batch | {"turn_reward": larger})).max() > 2
 
 
 def test_what_has_no_meaning_is_refused():

@@ -150,9 +150,10 @@ def test_an_override_that_turns_something_off_takes_its_settings_along(tmp_path)
   assert (off.steps, off.batch) == (0, 16)
   with pytest.raises(UnreadError, match=r"warm_start.batch = 4 only has .*; use that, or leave ba"):
     load(str(file), ["--config.warm_start.steps=0", "--config.warm_start.batch=4"])
-  file.write_text(file.read_text().replace("steps = 5", "steps = 0"))
+  other = tmp_path / "other.py"
+  other.write_text(file.read_text().replace("steps = 5", "steps = 0"))
   with pytest.raises(UnreadError, match=r"warm_start.batch = 3"):
-    load(str(file), ["--config.steps=9"])
+    load(str(other), ["--config.steps=9"])
 
 
 def test_what_a_run_has_recorded_is_accepted_but_not_what_overrides_it():
