@@ -24,8 +24,10 @@ AGENTS = {
   "sampling.chunk": 3,
   "checkpoint.every": 1,
 }
+# Of runs without dynamic sampling.
+PLAIN = {key: x for key, x in SETTINGS.items() if key != "batch.max_gen_batches"}
 EPISODES = {
-  **SETTINGS,
+  **PLAIN,
   "steps": 4,
   "algorithm.name": "gtpo",
   "algorithm.turn_credit": "state",  # rewards and states of turns are kept with unfinished groups
@@ -43,7 +45,8 @@ EPISODES = {
   "checkpoint.every": 1,
 }
 WITHOUT_TURN_CREDIT = {key: x for key, x in EPISODES.items() if key != "algorithm.turn_credit"}
-EXPLORE = SETTINGS | {"data.difficulty": "explore", "data.largest": 9}
+EXPLORED = {"data.difficulty": "explore", "data.largest": 9}
+EXPLORE = SETTINGS | EXPLORED
 RUNS = {
   "agents": AGENTS,
   "episodes": EPISODES,
@@ -53,7 +56,7 @@ RUNS = {
   },
   "episodes, gated delta nets": EPISODES | {"model.preset": "tiny-delta"},
   "difficulty": EXPLORE,
-  "difficulty, plain": EXPLORE | {"algorithm.name": "gtpo"},
+  "difficulty, plain": PLAIN | EXPLORED | {"algorithm.name": "gtpo"},
   "difficulty, stale": EXPLORE | {"sampling.staleness": 1},
 }
 IN_A_TURN = [("kill:turn:50", -9), ("term:turn:25", 143)]
