@@ -57,6 +57,7 @@ setup(
     "ml-collections>=1.1",
     "absl-py>=2.1",
     "numpy>=2.0",
+    "pydantic>=2.10,<3",
     "packaging>=24",
     "matplotlib>=3.9",
     "rich>=13",

@@ -99,7 +99,7 @@ def tinker(args: argparse.Namespace, overrides: list[str]) -> int:
   if args.max_rank < 0 or args.models < 1 or args.policies < 1:
     raise UserError("--max_rank must be at least 0, --models and --policies at least 1")
   if is_remote(args.workdir):
-    raise UserError(f"--workdir={args.workdir} must be a local folder: it has a journal")
+    raise UserError(f"--workdir={args.workdir} must be a local folder: it has a database")
   args.workdir = Path(args.workdir)
   place_compile_cache(args.workdir)
   from gtpo_jax.cli.tinker import TinkerOptions

@@ -190,7 +190,7 @@ def _add_tinker(parser: _Parser) -> None:
     "--workdir",
     required=True,
     type=_path,
-    help="a folder for saved weights and the journal; the same command again resumes",
+    help="a folder for saved weights and the database; the same command again resumes",
   )
   _add_server(parser, "GTPO_TINKER_KEY", queue=4096)
   parser.add_argument(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,24 +11,24 @@ from typing import NamedTuple
 
 from gtpo_jax.cli.export import base_model
 from gtpo_jax.cli.serve import model_name, open_address, run_server
-from gtpo_jax.models.hf.folder import fingerprints
 from gtpo_jax.rollout.policies import ServingLimits, find_served
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.generator import Generator
 from gtpo_jax.serving.http import is_loopback, make_server
-from gtpo_jax.tinker.ledger.ledger import Ledger
+from gtpo_jax.tinker.app import TinkerApp
+from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase
 from gtpo_jax.tinker.models_in_training import ModelsInTraining
 from gtpo_jax.tinker.operations import Operations
-from gtpo_jax.tinker.routes.tinker_app import tinker_app
 from gtpo_jax.tinker.sampler import Policies, Sampler
 from gtpo_jax.tinker.saved_weights import Store
 from gtpo_jax.tinker.schema import CLIENT_VERSION
 from gtpo_jax.tinker.trainer import Trainer
 
 KEY_VARIABLE = "GTPO_TINKER_KEY"
-JOURNAL = "journal"
-IDENTITY = "model.json"
+LEDGER = "ledger.sqlite"
+OLD_JOURNAL = "journal"
+SAMPLES, SAMPLE_BYTES = 64, 1 << 20  # of a file that tells models apart
 
 
 class TinkerOptions(NamedTuple):
@@ -36,7 +36,7 @@ class TinkerOptions(NamedTuple):
 
   Attributes:
     model: a Hugging Face folder, or a hub id.
-    workdir: where the journal and saved weights are.
+    workdir: where the database and saved weights are.
     host: the address.
     port: 0 for a free one.
     name: what clients call the model; "" for the name of its folder.
@@ -85,11 +85,20 @@ class OpenedTinker:
       raise UserError(f"{str(options.model)!r} is the workdir of a run; export it first")
     name = options.name or model_name(str(options.model))
     worker.chat.tokenizer.name_or_path = name  # messages contain it
-    _check_identity(options.workdir, str(options.model))
     self.workdir = options.workdir
+    if (options.workdir / OLD_JOURNAL).exists():
+      raise UserError(
+        f"{str(options.workdir)!r} has the {OLD_JOURNAL} of an earlier version, which is not read; "
+        f"name another --workdir, or delete the {OLD_JOURNAL} (saved weights are in runs, and stay)"
+      )
     self._store = Store(options.workdir)
     self._ledger = Ledger(
-      options.workdir / JOURNAL, options.seed, options.queue, self._store.snapshot_seq
+      options.workdir / LEDGER,
+      _identity(worker.model_folder),
+      options.seed,
+      options.queue,
+      options.models,
+      self._store.snapshot_seq,
     )
     self.base = ServedBase(name, worker, read()[0], base_model(str(options.model)))
     self._generator = Generator(worker.engine, None, options.queue, chunk_s=None)
@@ -98,7 +107,7 @@ class OpenedTinker:
     operations = Operations(self.base, self._ledger, self._store, self._models)
     self._trainer = Trainer(self._ledger, self._models, operations)
     self._sampler = Sampler(self.base, self._ledger, policies, self._generator)
-    self.app = tinker_app(
+    self.app = TinkerApp(
       self.base,
       self._ledger,
       self._store,
@@ -107,29 +116,29 @@ class OpenedTinker:
       options.queue,
       secret,
       only_loopback=is_loopback(options.host) and not secret,
-    )
+    ).asgi
 
   def close(self) -> None:
     """Ends what is under way, and saves the state of every model."""
-    self._ledger.book.close()
+    self._ledger.close()
     self._generator.close()
     self._sampler.close()
     self._trainer.join()
     self._models.snapshot_all()
-    self._ledger.book.close_journal()
+    self._ledger.close_file()
 
 
-def _check_identity(workdir: Path, model: str) -> None:
-  """Raises UserError if a workdir was begun with another model."""
-  identity = {"model": next(iter(fingerprints(model).values()), model)}
-  file = workdir / IDENTITY
-  workdir.mkdir(parents=True, exist_ok=True)
-  if not file.exists():
-    file.write_text(json.dumps(identity) + "\n")
-  elif json.loads(file.read_text()) != identity:
-    raise UserError(
-      f"{str(workdir)!r} was begun with another model than {model!r}; name another --workdir"
-    )
+def _identity(folder: Path) -> str:
+  """Returns a digest of a model's config and weights: all of small files, samples of large ones."""
+  digest = hashlib.sha256()
+  for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    size = file.stat().st_size
+    digest.update(f"{file.name} {size}\n".encode())
+    with file.open("rb") as opened:
+      for place in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
+        opened.seek(place)
+        digest.update(opened.read(SAMPLE_BYTES))
+  return digest.hexdigest()
 
 
 def serve(options: TinkerOptions, say: Callable[[str], None]) -> None:

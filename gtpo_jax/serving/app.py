@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -15,14 +16,14 @@ from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.choices import Job
 from gtpo_jax.serving.generator import Generator
 from gtpo_jax.serving.http import Handler, answering, read_fields, respond, starlette_app
-from gtpo_jax.serving.requests import Fields, read_chat, read_completion, shown
+from gtpo_jax.serving.requests import read_chat, read_completion, shown
 from gtpo_jax.serving.service import Service
 
 
 def chat_routes(
   answers: Answers,
-  fields: Callable[[Request], Awaitable[Fields]],
-  start: Callable[[Request, Fields], Awaitable[Job]],
+  fields: Callable[[Request], Awaitable[dict[str, Any]]],
+  start: Callable[[Request, dict[str, Any]], Awaitable[Job]],
   answer: Callable[[Handler], Handler],
 ) -> list[Route]:
   """Returns the paths /v1/models and /v1/chat/completions.
@@ -99,19 +100,19 @@ class App:
     job = await _on_thread(start)
     return await respond(request, job, self._answers.completion, self._answers.completion_stream)
 
-  async def _start_chat(self, request: Request, fields: Fields) -> Job:
+  async def _start_chat(self, request: Request, fields: dict[str, Any]) -> Job:
     return await _on_thread(lambda loop: self._service.chat_job(read_chat(fields), loop))
 
-  async def _fields(self, request: Request) -> Fields:
+  async def _fields(self, request: Request) -> dict[str, Any]:
     """Returns the fields of a body, without "model"."""
     fields = await read_fields(request)
-    name = fields.text("model")
+    name = fields.pop("model", None)
     if name is None:
       raise bad(f"model is missing; this server has {self._answers.name!r}", "model")
     self._check_model(name)
     return fields
 
-  def _check_model(self, name: str) -> None:
+  def _check_model(self, name: Any) -> None:
     if name != self._answers.name:
       raise ApiError(
         404,

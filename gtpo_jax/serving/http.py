@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.choices import Job
-from gtpo_jax.serving.requests import MAX_BODY, Fields, one_line
+from gtpo_jax.serving.requests import MAX_BODY, one_line, parse_object
 
 LONG_BODY = 65_536  # bytes, from which JSON is read on another thread
 CLOSED_REQUEST = 499  # what logs call a request whose client has gone; nobody reads it
@@ -100,8 +100,8 @@ def bearer(request: Request) -> str:
   return given if kind.lower() == "bearer" else ""
 
 
-async def read_body(request: Request, most: int = MAX_BODY) -> bytes:
-  """Returns a body.
+async def read_body(request: Request, most: int = MAX_BODY, whole: bool = True) -> bytes:
+  """Returns a body; without `whole`, of a longer one the beginning, of more than `most` bytes.
 
   Raises:
     ApiError: it has more than `most` bytes.
@@ -109,21 +109,27 @@ async def read_body(request: Request, most: int = MAX_BODY) -> bytes:
   body = bytearray()
   async for part in request.stream():
     body += part
-    if len(body) > most:
+    if len(body) > most and whole:
       raise ApiError(413, f"the body is over the limit of {most} bytes")
+    if len(body) > most:
+      break
   return bytes(body)
 
 
-async def read_fields(request: Request, most: int = MAX_BODY) -> Fields:
-  """Returns the fields of a body.
+async def read_fields(
+  request: Request, most: int = MAX_BODY, empty: bool = False
+) -> dict[str, Any]:
+  """Returns the fields of a body; those that are null are left out.
 
   Raises:
     ApiError: it has more than `most` bytes, or is no JSON.
   """
   body = await read_body(request, most)
+  if empty and not body:
+    return {}
   if len(body) < LONG_BODY:
-    return Fields(body)
-  return await asyncio.to_thread(Fields, body)
+    return parse_object(body)
+  return await asyncio.to_thread(parse_object, body)
 
 
 async def respond(

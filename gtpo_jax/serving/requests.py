@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, TypeVar, get_args
 
-from gtpo_jax.data.chat_template import Variables, check_variables
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from gtpo_jax.data.chat_template import check_variables
 from gtpo_jax.runtime.errors import UserError, did_you_mean, first_line
 from gtpo_jax.sampling.filters import ALTERNATIVES
 from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
@@ -105,122 +106,71 @@ class CompletionRequest:
   sampling: Sampling
 
 
-class Fields:
-  """The fields of a request, each of which is taken once. A field that is null is absent."""
+class Body(BaseModel):
+  """What a client sends: types are strict, numbers finite, and unknown fields refused."""
 
-  def __init__(self, body: bytes):
-    """Args:
-    body: JSON.
-
-    Raises:
-      ApiError: it is not the JSON of an object.
-    """
-    if len(body) > MAX_BODY:
-      raise ApiError(413, f"the body has {len(body)} bytes, over the limit of {MAX_BODY}")
-    try:
-      values = json.loads(body)
-    except RecursionError:
-      raise bad("the body is nested too deeply") from None
-    except ValueError as error:
-      raise bad(f"the body is not valid JSON: {first_line(error)[:MAX_SHOWN]}") from None
-    if not isinstance(values, dict):
-      raise bad("the body must be a JSON object")
-    self._values = {name: value for name, value in values.items() if value is not None}
-    self._known: set[str] = set()
-
-  def take(self, name: str, default: Any = None) -> Any:
-    """Returns the value of a field."""
-    self._known.add(name)
-    return self._values.pop(name, default)
-
-  def text(self, name: str) -> str | None:
-    """Returns a string, or None."""
-    value = self.take(name)
-    if value is not None and not isinstance(value, str):
-      raise bad(f"{name} must be a string, got {shown(value)}", name)
-    return value
-
-  def flag(self, name: str) -> bool:
-    """Returns a truth value, by default False."""
-    value = self.take(name, False)
-    if not isinstance(value, bool):
-      raise bad(f"{name} must be true or false, got {shown(value)}", name)
-    return value
-
-  def number(self, name: str, default: float, low: float, high: float) -> float:
-    """Returns a number from `low` to `high`."""
-    value = self.take(name, default)
-    if not _is_number(value) or not low <= value <= high:
-      raise bad(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}", name)
-    return float(value)
-
-  def integer(self, name: str, default: int | None, low: int, high: int | None) -> int | None:
-    """Returns a whole number from `low` to `high`, or None if that is the default."""
-    value = self.take(name, default)
-    if value is None:
-      return None
-    whole = _is_number(value) and value == int(value)
-    if not whole or value < low or (high is not None and value > high):
-      bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
-      raise bad(f"{name} must be a whole number {bounds}, got {shown(value)}", name)
-    return int(value)
-
-  def end(self) -> None:
-    """Checks the fields that nobody has taken.
-
-    Raises:
-      ApiError: one of them would change the answer, or is unknown.
-    """
-    for name, value in self._values.items():
-      if name in NEUTRAL:
-        if value not in NEUTRAL[name]:
-          raise bad(f"{name} is not supported; leave it out", name, "unsupported_parameter")
-      elif name not in IGNORED:
-        hint = did_you_mean(name, self._known)
-        raise bad(f"unknown field {shown(name)}{hint}", name[:MAX_SHOWN], "unknown_parameter")
+  model_config = ConfigDict(
+    extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=()
+  )
 
 
-def read_chat(fields: Fields) -> ChatRequest:
-  """Reads a request to /v1/chat/completions, without its "model".
+_Kind = TypeVar("_Kind", bound=Body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+  """Returns the fields of a JSON object; those that are null are left out.
 
   Raises:
-    ApiError: a field is wrong, or asks for what the server cannot do.
+    ApiError: the body is too long, or no JSON object.
   """
-  messages = fields.take("messages")
-  if not isinstance(messages, list) or not messages:
-    raise bad(f"messages must be a list of at least one message, got {shown(messages)}", "messages")
-  messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-  tools = _tools(fields)
-  variables = _variables(fields.take("chat_template_kwargs", {}))
-  log_probs = fields.flag("logprobs")
-  top = fields.integer("top_logprobs", 0, 0, ALTERNATIVES)
-  if top and not log_probs:
-    raise bad('top_logprobs needs "logprobs": true', "top_logprobs")
-  newer = fields.integer("max_completion_tokens", None, 1, None)
-  older = fields.integer("max_tokens", None, 1, None)
-  sampling = _sampling(fields, newer or older, log_probs, top)
-  fields.end()
-  return ChatRequest(messages, tools, variables, sampling)
+  if len(body) > MAX_BODY:
+    raise ApiError(413, f"the body has {len(body)} bytes, over the limit of {MAX_BODY}")
+  try:
+    values = json.loads(body)
+  except RecursionError:
+    raise bad("the body is nested too deeply") from None
+  except ValueError as error:
+    raise bad(f"the body is not valid JSON: {first_line(error)[:MAX_SHOWN]}") from None
+  if not isinstance(values, dict):
+    raise bad("the body must be a JSON object")
+  return {name: value for name, value in values.items() if value is not None}
 
 
-def read_completion(fields: Fields) -> CompletionRequest:
-  """Reads a request to /v1/completions, without its "model".
+def checked(kind: type[_Kind], values: Mapping[str, Any]) -> _Kind:
+  """Returns the fields of a body with their types.
 
   Raises:
-    ApiError: a field is wrong, or asks for what the server cannot do.
+    ApiError: a field is missing, unknown or wrong; the first one is named.
   """
-  prompts = _prompts(fields.take("prompt"))
-  echo = fields.flag("echo")
-  top = fields.integer("logprobs", None, 0, ALTERNATIVES)
-  max_tokens = fields.integer("max_tokens", COMPLETION_TOKENS, 0 if echo else 1, None)
-  sampling = _sampling(fields, max_tokens, top is not None, top or 0)
-  best_of = fields.integer("best_of", sampling.n, 1, MAX_CHOICES)
-  if best_of != sampling.n:
-    raise bad("best_of is not supported; leave it out", "best_of", "unsupported_parameter")
-  if echo and sampling.stream:
-    raise bad("echo is not supported with stream; leave one of them out", "echo")
-  fields.end()
-  return CompletionRequest(prompts, echo, sampling)
+  try:
+    return kind.model_validate(values)
+  except ValidationError as failed:
+    error = failed.errors(include_url=False)[0]
+  except RecursionError:
+    raise bad("the body is nested too deeply") from None
+  parts = [f"[{x}]" if isinstance(x, int) else f".{x}" for x in error["loc"]]
+  name = "".join(parts).removeprefix(".")[:MAX_SHOWN] or "?"
+  if error["type"] == "missing":
+    raise bad(f"{name} is missing", name)
+  if error["type"] == "extra_forbidden":
+    hint = did_you_mean(str(error["loc"][-1]), _field_names(kind))
+    raise bad(f"unknown field {shown(name)}{hint or '; leave it out'}", name, "unknown_parameter")
+  message = error["msg"].removeprefix("Value error, ").removeprefix("Input should ")
+  message = message.replace(
+    "be a valid dictionary or instance of", "be an object with the fields of"
+  )
+  message = message if message.startswith("must") else f"must {message.replace('List should ', '')}"
+  got = "" if ", got " in message else f", got {shown(error['input'])}"
+  raise bad(f"{name} {message}{got}", name)
+
+
+def _field_names(kind: type[BaseModel]) -> Iterator[str]:
+  """Yields the names of a body's fields, and of those of the objects within."""
+  for name, field in kind.model_fields.items():
+    yield name
+    for inner in (field.annotation, *get_args(field.annotation)):
+      if isinstance(inner, type) and issubclass(inner, BaseModel):
+        yield from _field_names(inner)
 
 
 def shown(value: Any) -> str:
@@ -232,105 +182,74 @@ def shown(value: Any) -> str:
   return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
-def _sampling(fields: Fields, max_tokens: int | None, log_probs: bool, top: int) -> Sampling:
-  temperature = fields.number("temperature", 1.0, 0.0, HIGHEST_TEMPERATURE)
-  stream = fields.flag("stream")
-  options = fields.take("stream_options", {})
-  if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
-    raise bad('stream_options must be an object such as {"include_usage": true}', "stream_options")
-  seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
-  top_k = fields.integer("top_k", 0, -1, LARGEST_TOP_K)
-  return Sampling(
-    max_tokens=max_tokens,
-    n=fields.integer("n", 1, 1, MAX_CHOICES),
-    seed=None if seed is None else seed % 2**32,
-    temperature=temperature if temperature >= LOWEST_TEMPERATURE else 0.0,
-    top_k=max(top_k, 0),
-    top_p=fields.number("top_p", 1.0, 0.0, 1.0),
-    min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-    stop=_stop(fields.take("stop", ())),
-    log_probs=log_probs,
-    top=top,
-    stream=stream,
-    include_usage=options.get("include_usage", False),
-    return_token_ids=fields.flag("return_token_ids"),
-  )
+def one_line(error: UserError) -> ApiError:
+  """Returns the error for a request that a lower layer has refused."""
+  return bad(first_line(error))
 
 
-def _stop(value: Any) -> tuple[str, ...]:
+def _check_text(text: str) -> str:
+  try:
+    text.encode()
+  except UnicodeEncodeError:
+    raise ValueError("must not contain half of a surrogate pair, which is no character") from None
+  return text
+
+
+def _check_stop(value: Any) -> tuple[str, ...]:
   strings = (value,) if isinstance(value, str) else tuple(value) if _is_list(value) else value
   if not is_stop(strings):
-    raise bad(
-      f"stop must be a non-empty string or a list of at most {MAX_STOP_STRINGS} of them, got "
-      f"{shown(value)}",
-      "stop",
+    raise ValueError(
+      f"must be a non-empty string or a list of at most {MAX_STOP_STRINGS} of them, got "
+      f"{shown(value)}"
     )
   return strings
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
+def _check_prompts(value: Any) -> list[str | list[int]]:
   if isinstance(value, str) or (_is_list(value) and value and all(map(_is_id, value))):
     value = [value]
   good = _is_list(value) and all(
     isinstance(x, str) or (_is_list(x) and x and all(map(_is_id, x))) for x in value
   )
   if not good or not value or len(value) > MAX_PROMPTS:
-    raise bad(
-      f"prompt must be a string, a list of token ids, or a list of at most {MAX_PROMPTS} of these, "
-      f"got {shown(value)}",
-      "prompt",
+    raise ValueError(
+      f"must be a string, a list of token ids, or a list of at most {MAX_PROMPTS} of these, got "
+      f"{shown(value)}"
     )
   for prompt in value:
     if isinstance(prompt, str):
-      _check_text(prompt, "prompt")
+      _check_text(prompt)
   return list(value)
 
 
-def _message(value: Any, name: str) -> dict[str, Any]:
-  """Returns a message with "role", "content" as a text, and what belongs to calls of tools."""
-  if not isinstance(value, dict):
-    raise bad(f"{name} must be an object, got {shown(value)}", name)
-  role = value.get("role")
-  if not isinstance(role, str):
-    raise bad(f"{name}.role must be a string, got {shown(role)}", f"{name}.role")
-  message: dict[str, Any] = {"role": role, "content": _content(value.get("content"), name)}
-  for key in ("name", "tool_call_id", "reasoning_content"):
-    if isinstance(text := value.get(key), str):
-      _check_text(text, f"{name}.{key}")
-      message[key] = text
-  if calls := value.get("tool_calls"):
-    if role != "assistant" or not _is_list(calls):
-      raise bad(f"{name}.tool_calls must be a list in a message of the assistant", name)
-    message["tool_calls"] = [
-      _past_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(calls)
-    ]
-  return message
-
-
-def _content(value: Any, name: str) -> str:
+def _check_content(value: Any) -> str:
   """Returns the text of a message, which may come in parts."""
   parts = value if _is_list(value) else [{"type": "text", "text": value or ""}]
   texts = []
   for part in parts:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(part.get("text"), str):
-      raise bad(f"{name}.content must be text, got {shown(value)}", f"{name}.content")
+      raise ValueError(f"must be text, got {shown(value)}")
     texts.append(part["text"])
-  text = "".join(texts)
-  _check_text(text, f"{name}.content")
-  return text
+  return _check_text("".join(texts))
 
 
-def _past_call(value: Any, name: str) -> dict[str, Any]:
-  """Returns a call with its arguments as an object, as templates take it."""
+def _check_calls(value: Any) -> list[dict[str, Any]]:
+  """Returns calls with their arguments as objects, as templates take them."""
+  if value and not _is_list(value):
+    raise ValueError("must be a list in a message of the assistant")
+  return [_past_call(call) for call in value or ()]
+
+
+def _past_call(value: Any) -> dict[str, Any]:
   function = value.get("function") if isinstance(value, dict) else None
   if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-    raise bad(f'{name} must be an object with "function", which has "name" and "arguments"', name)
+    raise ValueError('must be objects with "function", which has "name" and "arguments"')
   arguments = function.get("arguments") or {}  # "" is how some programs write a call without any
   try:
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
   except (ValueError, RecursionError):
-    raise bad(f"{name}.function.arguments must be JSON, got {shown(arguments)}", name) from None
+    raise ValueError(f"must have JSON as arguments, got {shown(arguments)}") from None
   call_id = value.get("id")
   return {
     "id": call_id if isinstance(call_id, str) else "",
@@ -339,51 +258,19 @@ def _past_call(value: Any, name: str) -> dict[str, Any]:
   }
 
 
-def _variables(value: Any) -> Variables:
-  try:
-    return check_variables(value)
-  except ValueError as error:
-    raise bad(f"chat_template_kwargs {error}", "chat_template_kwargs") from None
+def _check_tools(tools: list[Any]) -> list[dict[str, Any]]:
+  def is_tool(value: Any) -> bool:
+    if not isinstance(value, dict) or value.get("type") != "function":
+      return False
+    function = value.get("function")
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
-
-def _tools(fields: Fields) -> tuple[dict[str, Any], ...]:
-  """Returns the tools that may be called."""
-  tools = fields.take("tools", [])
-  good = _is_list(tools) and all(_is_tool(tool) for tool in tools)
-  if not good or len(tools) > MAX_TOOLS:
-    raise bad(
-      f'tools must be a list of at most {MAX_TOOLS} objects {{"type": "function", "function": '
-      f'{{"name": ..., "parameters": ...}}}}, got {shown(tools)}',
-      "tools",
+  if len(tools) > MAX_TOOLS or not all(map(is_tool, tools)):
+    raise ValueError(
+      f'must be a list of at most {MAX_TOOLS} objects {{"type": "function", "function": '
+      f'{{"name": ..., "parameters": ...}}}}, got {shown(tools)}'
     )
-  choice = fields.take("tool_choice", "auto" if tools else "none")
-  if choice not in ("auto", "none"):
-    raise bad(
-      f'tool_choice must be "auto" or "none", got {shown(choice)}; calls cannot be forced',
-      "tool_choice",
-      "unsupported_parameter",
-    )
-  return tuple(tools) if choice == "auto" else ()
-
-
-def _is_tool(value: Any) -> bool:
-  if not isinstance(value, dict) or value.get("type") != "function":
-    return False
-  function = value.get("function")
-  return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _check_text(text: str, name: str) -> None:
-  try:
-    text.encode()
-  except UnicodeEncodeError:
-    raise bad(f"{name} contains half of a surrogate pair, which is no character", name) from None
-
-
-def _is_number(value: Any) -> bool:
-  # The protocol's numbers are small; a longer one would not convert to a float.
-  number = isinstance(value, int | float) and not isinstance(value, bool)
-  return number and -(2**64) < value < 2**64 and math.isfinite(value)
+  return tools
 
 
 def _is_id(value: Any) -> bool:
@@ -394,6 +281,140 @@ def _is_list(value: Any) -> bool:
   return isinstance(value, list)
 
 
-def one_line(error: UserError) -> ApiError:
-  """Returns the error for a request that a lower layer has refused."""
-  return bad(first_line(error))
+# Some programs write whole numbers as 1.0.
+Whole = Annotated[
+  int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
+]
+Limit = Annotated[Whole, Field(ge=1)]
+_OptionalText = Annotated[str | None, BeforeValidator(lambda x: x if isinstance(x, str) else None)]
+_Text = Annotated[_OptionalText, AfterValidator(lambda x: x and _check_text(x))]
+
+
+class _Lenient(Body):
+  model_config = ConfigDict(extra="ignore")
+
+
+class _StreamOptions(_Lenient):
+  include_usage: bool = False
+
+
+class _Message(_Lenient):
+  role: str
+  content: Annotated[Any, BeforeValidator(_check_content)] = ""
+  name: _Text = None
+  tool_call_id: _Text = None
+  reasoning_content: _Text = None
+  tool_calls: Annotated[Any, BeforeValidator(_check_calls)] = None
+
+
+class _SamplingBody(Body):
+  """The fields that both kinds of requests have."""
+
+  n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] = 1
+  seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+  temperature: float = Field(1.0, ge=0, le=HIGHEST_TEMPERATURE)
+  top_k: Annotated[Whole, Field(ge=-1, le=LARGEST_TOP_K)] = 0
+  top_p: float = Field(1.0, ge=0, le=1)
+  min_p: float = Field(0.0, ge=0, le=1)
+  stop: Annotated[Any, BeforeValidator(_check_stop)] = ()
+  stream: bool = False
+  stream_options: _StreamOptions = _StreamOptions()
+  return_token_ids: bool = False
+
+  def sampling(self, max_tokens: int | None, log_probs: bool, top: int) -> Sampling:
+    """Returns how choices are drawn."""
+    return Sampling(
+      max_tokens=max_tokens,
+      n=self.n,
+      seed=None if self.seed is None else self.seed % 2**32,
+      temperature=self.temperature if self.temperature >= LOWEST_TEMPERATURE else 0.0,
+      top_k=max(self.top_k, 0),
+      top_p=self.top_p,
+      min_p=self.min_p,
+      stop=self.stop,
+      log_probs=log_probs,
+      top=top,
+      stream=self.stream,
+      include_usage=self.stream_options.include_usage,
+      return_token_ids=self.return_token_ids,
+    )
+
+
+class _ChatBody(_SamplingBody):
+  messages: list[_Message] = Field(min_length=1)
+  tools: Annotated[list[Any], AfterValidator(_check_tools)] = []
+  tool_choice: Any = None
+  chat_template_kwargs: Annotated[Any, AfterValidator(check_variables)] = {}
+  logprobs: bool = False
+  top_logprobs: Annotated[Whole, Field(ge=0, le=ALTERNATIVES)] = 0
+  max_completion_tokens: Limit | None = None
+  max_tokens: Limit | None = None
+
+
+class _CompletionBody(_SamplingBody):
+  prompt: Annotated[Any, AfterValidator(_check_prompts)]
+  echo: bool = False
+  logprobs: Annotated[Whole, Field(ge=0, le=ALTERNATIVES)] | None = None
+  max_tokens: Annotated[Whole, Field(ge=0)] = COMPLETION_TOKENS
+  best_of: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+
+def read_chat(values: Mapping[str, Any]) -> ChatRequest:
+  """Reads a request to /v1/chat/completions, without its "model".
+
+  Raises:
+    ApiError: a field is wrong, or asks for what the server cannot do.
+  """
+  body = checked(_ChatBody, _without_neutral(values))
+  if body.top_logprobs and not body.logprobs:
+    raise bad('top_logprobs needs "logprobs": true', "top_logprobs")
+  for i, message in enumerate(body.messages):
+    if message.tool_calls and message.role != "assistant":
+      name = f"messages[{i}].tool_calls"
+      raise bad(f"{name} must be a list in a message of the assistant", name)
+  if (body.tool_choice or "auto") not in ("auto", "none"):
+    raise bad(
+      f'tool_choice must be "auto" or "none", got {shown(body.tool_choice)}; calls cannot be '
+      "forced",
+      "tool_choice",
+      "unsupported_parameter",
+    )
+  messages = [
+    {"role": x.role, "content": x.content}
+    | {name: value for name, value in x if value and name not in ("role", "content")}
+    for x in body.messages
+  ]
+  max_tokens = body.max_completion_tokens or body.max_tokens
+  sampling = body.sampling(max_tokens, body.logprobs, body.top_logprobs)
+  tools = () if body.tool_choice == "none" else tuple(body.tools)
+  return ChatRequest(messages, tools, body.chat_template_kwargs, sampling)
+
+
+def read_completion(values: Mapping[str, Any]) -> CompletionRequest:
+  """Reads a request to /v1/completions, without its "model".
+
+  Raises:
+    ApiError: a field is wrong, or asks for what the server cannot do.
+  """
+  body = checked(_CompletionBody, _without_neutral(values))
+  if not body.max_tokens and not body.echo:
+    raise bad("max_tokens must be at least 1 without echo, got 0", "max_tokens")
+  if body.best_of not in (None, body.n):
+    raise bad("best_of is not supported; leave it out", "best_of", "unsupported_parameter")
+  if body.echo and body.stream:
+    raise bad("echo is not supported with stream; leave one of them out", "echo")
+  sampling = body.sampling(body.max_tokens, body.logprobs is not None, body.logprobs or 0)
+  return CompletionRequest(body.prompt, body.echo, sampling)
+
+
+def _without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the fields that say something about the answer.
+
+  Raises:
+    ApiError: a field has a value that would change the answer, and is not supported.
+  """
+  for name, neutral in NEUTRAL.items():
+    if values.get(name) is not None and values[name] not in neutral:
+      raise bad(f"{name} is not supported; leave it out", name, "unsupported_parameter")
+  left_out = IGNORED | set(NEUTRAL)
+  return {name: x for name, x in values.items() if x is not None and name not in left_out}

@@ -54,48 +54,64 @@ def split_credit(
     for key, value in own.items()
     if not isinstance(value, str)
   }
+  parts = (recipe.shaping, recipe.normalisation, recipe.modulation)
+  read = {"contrast"}.union(*(dataclasses.asdict(part) for part in parts))
+  if unread := [key for key in own if key not in read and key in recipe.settings]:
+    raise bad(
+      f"{unread[0]} does not change advantages, and has no effect on credit; leave it out",
+      unread[0],
+    )
   algorithm = make(str(name), **(own | values))
   return algorithm, {key: value for key, value in rest.items() if key not in own}
 
 
+def recorded(data: Sequence[Datum], find: Callable[[str], Sample]) -> list[np.ndarray]:
+  """Returns the entropies of each sequence's targets, f32[s], NaN where none was drawn or is paid.
+
+  Args:
+    data: the sequences.
+    find: returns a sampled sequence by its id.
+
+  Raises:
+    ApiError: a sequence does not say where its tokens were sampled, or says it wrongly.
+  """
+  found = []
+  for i, datum in enumerate(data):
+    try:
+      found.append(_recorded(datum, find))
+    except ApiError as error:
+      raise bad(f"data[{i}]: {error.message}") from None
+  return found
+
+
 def shape(
-  algorithm: Algorithm, data: Sequence[Datum], find: Callable[[str], Sample]
+  algorithm: Algorithm, data: Sequence[Datum], entropies: Sequence[np.ndarray]
 ) -> tuple[list[Datum], dict[str, float]]:
   """Returns the data with the advantages of a recipe, and its metrics.
 
   Args:
     algorithm: the recipe.
     data: with advantages whose sign says which sequences are correct.
-    find: returns a sampled sequence by its id.
-
-  Raises:
-    ApiError: a sequence does not say where its tokens were sampled, or says it wrongly.
+    entropies: of `recorded`.
   """
-  drawn = []
-  entropy = []
-  for i, datum in enumerate(data):
-    try:
-      found = _recorded(datum, find)
-    except ApiError as error:
-      raise bad(f"data[{i}]: {error.message}") from None
-    drawn.append(found[0])
-    entropy.append(found[1])
+  drawn = [~np.isnan(x) for x in entropies]
+  entropy = [np.nan_to_num(x) for x in entropies]
   begins = [loss_begins(datum) for datum in data]
   rows = by_prompt(data, begins)
   n, g = len(rows), max(map(len, rows))
   longest = max(len(datum.tokens) - begin for datum, begin in zip(data, begins, strict=True))
   t = doubled(longest)
   mask = np.zeros((doubled(n), doubled(g), t), bool)
-  entropies = np.zeros(mask.shape, np.float32)
+  padded = np.zeros(mask.shape, np.float32)
   correct = np.zeros(mask.shape[:2], bool)
   for row, group in enumerate(rows):
     for column, i in enumerate(group):
       begin = begins[i]
       length = len(data[i].tokens) - begin
       mask[row, column, :length] = drawn[i][begin:]
-      entropies[row, column, :length] = entropy[i][begin:]
+      padded[row, column, :length] = entropy[i][begin:]
       correct[row, column] = data[i].inputs["advantages"].sum() > 0
-  advantages, metrics = jax.device_get(_advantages(algorithm, mask, entropies, correct))
+  advantages, metrics = jax.device_get(_advantages(algorithm, mask, padded, correct))
   shaped = list(data)
   for row, group in enumerate(rows):
     for column, i in enumerate(group):
@@ -117,8 +133,7 @@ def _advantages(
   return algorithm.advantages(signals), algorithm.credit_metrics(signals)
 
 
-def _recorded(datum: Datum, find: Callable[[str], Sample]) -> tuple[np.ndarray, np.ndarray]:
-  """Returns which targets were drawn and have an advantage, bool[s], and their entropies f32[s]."""
+def _recorded(datum: Datum, find: Callable[[str], Sample]) -> np.ndarray:
   paid = datum.inputs["advantages"] != 0
   drawn = np.zeros(len(paid), bool)
   entropy = np.zeros(len(paid), np.float32)
@@ -135,4 +150,4 @@ def _recorded(datum: Datum, find: Callable[[str], Sample]) -> tuple[np.ndarray, 
       "credit needs spans that name the samples of all tokens with an advantage "
       "(Datum.with_provenance)"
     )
-  return drawn & paid, entropy
+  return np.where(drawn & paid, entropy, np.float32(np.nan))

@@ -105,8 +105,13 @@ class Loss:
 
   @property
   def needs(self) -> tuple[str, ...]:
-    """The inputs of the data that it reads, besides the targets."""
+    """The inputs of the data that it needs, besides the targets."""
     return SUPERVISED if self.name == "cross_entropy" else SAMPLED
+
+  @property
+  def reads(self) -> tuple[str, ...]:
+    """The inputs of the data that it reads, if they are there."""
+    return (*self.needs, RATIO_MASK) if self.name == "gspo" else self.needs
 
 
 def token_losses(log_probs: jax.Array, entropy: jax.Array, x: LossInputs) -> jax.Array:

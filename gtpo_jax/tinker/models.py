@@ -26,11 +26,10 @@ from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.mesh import batch_shards, shard_batch
 from gtpo_jax.runtime.paths import storage_path
 from gtpo_jax.serving.api_errors import bad
-from gtpo_jax.serving.requests import Fields, shown
 from gtpo_jax.tinker.datum_batches import divide, loss_begins
 from gtpo_jax.tinker.losses import Loss
 from gtpo_jax.tinker.saved_weights import ABOUT, ARRAYS, Saved, arrays_of, tree_of
-from gtpo_jax.tinker.training_programs import StepSettings, make_programs
+from gtpo_jax.tinker.training_programs import StepSettings, all_finite, make_programs
 from gtpo_jax.tinker.wire import Datum
 
 ATTENTION = ("q", "k", "v", "o")
@@ -61,37 +60,6 @@ class Spec:
   def targets(self) -> tuple[str, ...]:
     """The matrices that have adapters."""
     return ATTENTION * self.train_attn + MLP * self.train_mlp
-
-
-def read_spec(fields: Fields, max_rank: int, default_seed: int) -> Spec:
-  """Reads the specification of a model.
-
-  Args:
-    fields: of a request to create a model.
-    max_rank: the highest rank.
-    default_seed: for adapters without a seed.
-
-  Raises:
-    ApiError: a field is wrong, or asks for what the server cannot do.
-  """
-  optimizer = fields.take("optimizer_config", {"type": "adamw"})
-  if not isinstance(optimizer, dict) or optimizer.get("type") != "adamw":
-    raise bad(f"optimizer_config {shown(optimizer)} is not supported; use adamw")
-  lora = fields.take("lora_config", {"rank": 0})
-  if not isinstance(lora, dict):
-    raise bad(f"lora_config must be an object, got {shown(lora)}")
-  options = Fields(json.dumps(lora).encode())
-  rank = options.integer("rank", 0, 0, None)
-  if rank > max_rank:
-    raise bad(f"rank {rank} is over this server's limit of {max_rank}; lower it", "rank")
-  flags = {name: options.take(name, True) is not False for name in ("train_mlp", "train_attn")}
-  if rank and not any(flags.values()):
-    raise bad("adapters of the head alone are not supported; set train_attn or train_mlp")
-  seed = options.integer("seed", default_seed, -(2**63), 2**63) % MAX_SEED
-  metadata = fields.take("user_metadata", {})
-  if not isinstance(metadata, dict):
-    raise bad(f"user_metadata must be an object, got {shown(metadata)}")
-  return Spec(fields.text("base_model") or "", rank, seed, **flags, metadata=metadata)
 
 
 class ServedBase(NamedTuple):
@@ -144,12 +112,20 @@ class ServedBase(NamedTuple):
     return jax.block_until_ready(self.worker.engine.layout(params))
 
   def read(self, spec: Spec, saved: Saved) -> Params:
-    """Returns the trained weights in a folder."""
+    """Returns the trained weights in a folder.
+
+    Raises:
+      ApiError: they are damaged, or not finite.
+    """
     model = self.model(spec)
     arrays = saved.arrays()
-    if not any(name.startswith("params/") for name in arrays):
-      return read_params(model, saved.folder)
-    return tree_of(arrays, "params", partition(model, abstract_params(model))[0])
+    if any(name.startswith("params/") for name in arrays):
+      found = tree_of(arrays, "params", partition(model, abstract_params(model))[0])
+    else:
+      found = read_params(model, saved.folder)
+    if not all_finite(found):
+      raise bad(f"{saved.path} has weights that are not finite; load others")
+    return found
 
 
 @functools.lru_cache(maxsize=16)
@@ -185,20 +161,26 @@ class TrainedModel:
       self._trained = partition(self._model, params)[0]
       self._opt_state = self._programs.init(self._trained)
       return
-    self._trained = base.read(spec, saved)
-    self._opt_state = self._programs.init(self._trained)
-    if moments:
-      self._read_moments(saved)
+    self._read(saved, moments)
 
-  def _read_moments(self, saved: Saved) -> None:
+  def _read(self, saved: Saved, moments: bool) -> None:
+    """Reads all that is wanted, before anything changes."""
+    params = self._base.read(self.spec, saved)
+    opt_state, grads = self._read_moments(saved) if moments else (None, None)
+    self._trained = params
+    self._opt_state = opt_state or self._programs.init(params)
+    self._grads = grads
+
+  def _read_moments(self, saved: Saved) -> tuple[Any, Params | None]:
     arrays = saved.arrays()
     if not any(name.startswith("optimizer/") for name in arrays):
       raise bad(f"{saved.path} has no optimizer state; load it without")
     trained, state = self._programs.abstract
-    self._opt_state = tree_of(arrays, "optimizer", state)
-    if any(name.startswith("gradient/") for name in arrays):
-      in_float32 = jax.tree.map(lambda x: x.update(dtype=np.float32), trained)
-      self._grads = tree_of(arrays, "gradient", in_float32)
+    opt_state = tree_of(arrays, "optimizer", state)
+    if not any(name.startswith("gradient/") for name in arrays):
+      return opt_state, None
+    in_float32 = jax.tree.map(lambda x: x.update(dtype=np.float32), trained)
+    return opt_state, tree_of(arrays, "gradient", in_float32)
 
   def run(
     self, data: Sequence[Datum], loss: Loss, forward_only: bool
@@ -238,11 +220,22 @@ class TrainedModel:
     return outputs, total
 
   def step(self, settings: StepSettings) -> dict[str, float]:
-    """Applies the gradient so far, unless it is not finite; returns metrics."""
+    """Applies the gradient so far, unless it is not finite; returns metrics.
+
+    Raises:
+      ApiError: the weights would not be finite; all stays as it was, and so does the gradient.
+    """
     grads = self._programs.zeros() if self._grads is None else self._grads
     trained, opt_state, norm, finite = jax.block_until_ready(
       self._programs.apply(self._trained, self._opt_state, grads, settings)
     )
+    if not all_finite(trained, opt_state):
+      rate = float(settings.learning_rate)
+      raise bad(
+        "this step would make weights that are not finite, and has changed nothing; step again "
+        f"with less than the learning rate of {rate:g}",
+        "adam_params",
+      )
     self._trained, self._opt_state, self._grads = trained, opt_state, None
     return {"grad_norm:mean": float(norm), "skipped:sum": float(not finite)}
 
@@ -254,11 +247,7 @@ class TrainedModel:
     """
     if (spec.rank, spec.targets) != (self.spec.rank, self.spec.targets):
       raise bad(f"{saved.path} has other adapters than this model: rank {spec.rank}")
-    self._trained = self._base.read(spec, saved)
-    self._opt_state = self._programs.init(self._trained)
-    self._grads = None
-    if moments:
-      self._read_moments(saved)
+    self._read(saved, moments)
 
   def save(self, folder: Path, about: Mapping[str, Any], moments: bool, export: bool) -> None:
     """Writes the weights to a new folder.

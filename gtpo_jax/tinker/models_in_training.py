@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from gtpo_jax.serving.api_errors import bad
-from gtpo_jax.tinker.ledger.ledger import Ledger
+import sys
+import time
+
+from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.serving.api_errors import ApiError, bad
+from gtpo_jax.tinker.ledger import RETRY_S, Ledger
 from gtpo_jax.tinker.models import ServedBase, Spec, TrainedModel
 from gtpo_jax.tinker.saved_weights import STATE, Store
 
@@ -46,9 +50,7 @@ class ModelsInTraining:
 
   def forget_gone(self) -> None:
     """Forgets the models that are no longer in the ledger."""
-    self._models = {
-      name: x for name, x in self._models.items() if name in self._ledger.entries.queues
-    }
+    self._models = {name: x for name, x in self._models.items() if name in self._ledger.next}
 
   def make_space(self, full: bool) -> None:
     """Makes space for one more model, if clients are gone.
@@ -60,7 +62,7 @@ class ModelsInTraining:
       ApiError: there are too many models.
     """
     if len(self._models) >= self._most:
-      self._ledger.sessions.drop_silent()
+      self._ledger.drop_silent()
     self.forget_gone()
     if len(self._models) >= self._most:
       raise bad(
@@ -74,13 +76,27 @@ class ModelsInTraining:
     """Saves the state of a model after the request `seq`."""
     folder = self._store.folder(name, STATE, str(seq))
     if not folder.exists():
-      about = {"run": name, "owner": self._ledger.entries.queues[name].owner}
+      about = {"run": name, "owner": self._ledger.owner(name)}
       self._models[name].save(folder, about, moments=True, export=False)
-    self._ledger.submissions.saved(name, seq)
+    self._ledger.saved(name, seq)
     self._store.tidy(name, seq)
 
+  def snapshot_surely(self, name: str, seq: int) -> None:
+    """Saves the state of a model, once a full disk has space."""
+    while True:
+      try:
+        return self.snapshot(name, seq)
+      except (UserError, ApiError, OSError) as error:
+        print(f"gtpo: the state of a model was not saved: {first_line(error)}", file=sys.stderr)
+        if self._ledger.closed:
+          raise
+        time.sleep(RETRY_S)
+
   def snapshot_all(self) -> None:
-    """Saves the state of every model."""
+    """Saves the state of every model, as far as the disk has space: the ledger has the rest."""
     self.forget_gone()
     for name in self._models:
-      self.snapshot(name, self._ledger.entries.queues[name].next - 1)
+      try:
+        self.snapshot(name, self._ledger.next[name] - 1)
+      except (UserError, ApiError, OSError) as error:
+        print(f"gtpo: the state of a model was not saved: {first_line(error)}", file=sys.stderr)

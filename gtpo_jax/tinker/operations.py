@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,23 +12,16 @@ from typing import Any
 import numpy as np
 
 from gtpo_jax.algorithms import Algorithm
-from gtpo_jax.serving.api_errors import bad
-from gtpo_jax.serving.requests import Fields
+from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.serving.api_errors import ApiError, bad
+from gtpo_jax.serving.requests import checked, parse_object
+from gtpo_jax.tinker.bodies import LoadBody, SaveBody, SaveForSamplerBody, StepBody
 from gtpo_jax.tinker.entropy_credit import shape, split_credit
-from gtpo_jax.tinker.ledger.entries import CREATE, LARGEST_SEQ, LOAD
-from gtpo_jax.tinker.ledger.ledger import Ledger
+from gtpo_jax.tinker.ledger import CREATE, LOAD, REFUSED, Ledger
 from gtpo_jax.tinker.losses import Loss, make_loss
 from gtpo_jax.tinker.models import ServedBase, Spec, TrainedModel
 from gtpo_jax.tinker.models_in_training import ModelsInTraining
-from gtpo_jax.tinker.saved_weights import (
-  EPHEMERAL,
-  KINDS,
-  SAMPLER,
-  TRAINING,
-  Store,
-  check_name,
-  read_saved,
-)
+from gtpo_jax.tinker.saved_weights import EPHEMERAL, KINDS, SAMPLER, TRAINING, Store, read_saved
 from gtpo_jax.tinker.training_programs import StepSettings
 from gtpo_jax.tinker.wire import (
   ERROR,
@@ -42,13 +36,9 @@ from gtpo_jax.tinker.wire import (
   refusal,
 )
 
-LONGEST_TTL_S = 1e9  # that weights may be kept for
 FORWARD_BACKWARD, OPTIM_STEP = "forward_backward", "optim_step"
-SAVE, SAVE_FOR_SAMPLER, REFUSED = "save_weights", "save_weights_for_sampler", "refused"
+SAVE, SAVE_FOR_SAMPLER = "save_weights", "save_weights_for_sampler"
 CHANGES = (CREATE, LOAD, FORWARD_BACKWARD, OPTIM_STEP)  # what is carried out again
-ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
-BETAS = ("beta1", "beta2")
-OFF = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
 
 
 class Operations:
@@ -72,7 +62,7 @@ class Operations:
       OPTIM_STEP: self._step,
       SAVE: self._save,
       SAVE_FOR_SAMPLER: self._save_for_sampler,
-      REFUSED: lambda request: StoredResult(ERROR, request.body, "user"),
+      REFUSED: lambda request: StoredResult(ERROR, b"the request was refused", "user"),
     }
 
   def carry_out(self, request: Submission) -> StoredResult:
@@ -83,96 +73,87 @@ class Operations:
       return refusal(error, request.op)
 
   def _create(self, request: Submission) -> StoredResult:
-    spec = Spec(**json.loads(request.body)["spec"])
+    spec = Spec(**self._ledger.spec(request.target))
     self._models.make_space(full=not spec.rank)
     self._models.add(request.target, TrainedModel(self._base, spec))
     return _json({"model_id": request.target, "type": "create_model"})
 
   def _load(self, request: Submission) -> StoredResult:
-    fields = json.loads(request.body)
-    saved = self._store.find(self._ledger.entries.queues[request.target].owner, fields["path"])
-    spec = Spec(**saved.about["spec"])
-    moments = fields.get("optimizer") is True
-    if request.seq == 0:
-      spec = dataclasses.replace(spec, metadata=fields.get("user_metadata") or {})
-      self._models.make_space(full=not spec.rank)
-      self._models.add(request.target, TrainedModel(self._base, spec, saved, moments))
-    else:
-      self._models.get(request.target).load(spec, saved, moments)
-    return _json({"path": fields["path"], "type": "load_weights"})
+    body = checked(LoadBody, parse_object(request.body))
+    if self._ledger.snapshots[request.target] < request.seq:
+      saved = self._store.find(self._ledger.owner(request.target), body.path)
+      if request.seq == 0:
+        spec = Spec(**self._ledger.spec(request.target))
+        self._models.make_space(full=not spec.rank)
+        self._models.add(request.target, TrainedModel(self._base, spec, saved, body.optimizer))
+      else:
+        spec = Spec(**saved.about["spec"])
+        self._models.get(request.target).load(spec, saved, body.optimizer)
+      # What was read may change, so its effect is saved before the client hears of it.
+      self._models.snapshot_surely(request.target, request.seq)
+    return _json({"path": body.path, "type": "load_weights"})
 
   def _loss(self, request: Submission) -> StoredResult:
     batch, loss, algorithm = read_loss(parse_batch(request.body), self._base)
     data, metrics = batch.data, {}
     if algorithm:
-      owner = self._ledger.entries.queues[request.target].owner
-      data, metrics = shape(
-        algorithm, data, lambda name: self._ledger.submissions.sampled(owner, name)
-      )
+      ends = np.cumsum([len(datum.tokens) for datum in data])
+      entropies = np.split(np.frombuffer(request.drawn, np.float32), ends[:-1])
+      data, metrics = shape(algorithm, data, entropies)
     outputs, total = self._models.get(request.target).run(data, loss, batch.forward_only)
     metrics["loss:sum"] = total
     return StoredResult(PROTO, loss_output(outputs, len(data), metrics))
 
   def _step(self, request: Submission) -> StoredResult:
-    fields = json.loads(request.body)
-    if fields.get("optimizer_params"):
-      raise bad("optimizer_params are not supported; use AdamParams")
-    params = Fields(json.dumps(fields.get("adam_params") or {}).encode())
-    bound = float(np.finfo(np.float32).max)
-    values = {
-      name: np.float32(params.number(name, default, 0.0, 1.0 if name in BETAS else bound))
-      for name, default in (ADAM | OFF).items()
-    }
-    params.end()
-    return _json({"metrics": self._models.get(request.target).step(StepSettings(*values.values()))})
+    params = checked(StepBody, parse_object(request.body)).adam_params
+    settings = StepSettings(*(np.float32(value) for _, value in params))
+    return _json({"metrics": self._models.get(request.target).step(settings)})
 
   def _save(self, request: Submission) -> StoredResult:
-    fields = Fields(request.body)
-    name = check_name(fields.take("path") or f"{request.seq:06d}")
-    return _json({"path": self._write(request, TRAINING, name, fields), "type": "save_weights"})
+    body = checked(SaveBody, parse_object(request.body))
+    path = self._write(request, TRAINING, body.path or f"{request.seq:06d}", body)
+    return _json({"path": path, "type": "save_weights"})
 
   def _save_for_sampler(self, request: Submission) -> StoredResult:
-    fields = Fields(request.body)
-    kind = fields.take("kind", "snapshot")
-    if kind not in ("snapshot", "inflight"):
-      raise bad(f"kind must be snapshot or inflight, got {kind!r:.80}", "kind")
-    name = fields.take("path")
-    number = fields.integer("sampling_session_seq_id", None, 0, LARGEST_SEQ)
+    body = checked(SaveForSamplerBody, parse_object(request.body))
     answer = {"type": "save_weights_for_sampler"}
-    path = self._write(request, SAMPLER, check_name(name) if name else None, fields)
-    if name:
+    path = self._write(request, SAMPLER, body.path, body)
+    if body.path:
       answer["path"] = path
-    if number is not None:
-      session = request.target.split(":")[0]
-      sampler = f"{session}:sample:{number}"
-      live = kind == "inflight"
+    if body.sampling_session_seq_id is not None:
+      sampler = f"{request.target.split(':')[0]}:sample:{body.sampling_session_seq_id}"
+      live = body.kind == "inflight"
       source = {"run": request.target, "kind": SAMPLER, "name": path.split("/")[-1], "live": live}
-      source["model"] = self._models.get(request.target).spec.base_model
+      source["model"] = self._ledger.spec(request.target)["base_model"]
       source["saved_by"] = f"{request.target.partition(':')[2]}:{request.seq}"
-      self._ledger.sessions.add_sampler(sampler, source)
+      self._ledger.add_sampler(sampler, source)
       answer["sampling_session_id"] = sampler
     return _json(answer)
 
-  def _write(self, request: Submission, kind: str, name: str | None, fields: Fields) -> str:
+  def _write(self, request: Submission, kind: str, name: str | None, body: SaveBody) -> str:
     """Saves weights under a name, or under the number of the request; returns their path."""
     run = request.target
-    overwrite = fields.flag("overwrite")
-    seconds = fields.number("ttl_seconds", 0.0, 0.0, LONGEST_TTL_S)
     folder = self._store.folder(run, kind, name or f"{EPHEMERAL}{request.seq}")
     if saved := read_saved(folder):
       if saved.about["seq"] == request.seq:
         return saved.path  # written by a process that was killed before it could say so
-      if not overwrite:
+      if not body.overwrite:
         raise bad(f"{saved.path} exists; give another name, or overwrite=True", "path")
-      saved.delete()
-    owner = self._ledger.entries.queues[run].owner
-    about = {"run": run, "owner": owner, "kind": KINDS[kind], "seq": request.seq}
-    about["metadata"] = fields.take("user_metadata")
-    if seconds:
-      about["expires"] = time.time() + seconds
+    about = {"run": run, "owner": self._ledger.owner(run), "kind": KINDS[kind], "seq": request.seq}
+    about["metadata"] = body.user_metadata
+    if body.ttl_seconds:
+      about["expires"] = time.time() + body.ttl_seconds
     self._store.expire()
     model = self._models.get(request.target)
-    model.save(folder, about, moments=kind == TRAINING, export=bool(name))
+    new = folder.with_name(f".{folder.name}.new")
+    try:
+      shutil.rmtree(new, ignore_errors=True)
+      model.save(new, about, moments=kind == TRAINING, export=bool(name))
+      self._store.replace(new, folder)
+    except (OSError, UserError) as error:
+      print(f"gtpo: {first_line(error)}", file=sys.stderr)
+      shutil.rmtree(new, ignore_errors=True)
+      raise ApiError(503, "the server cannot write weights; its log says why") from None
     return f"tinker://{run}/{kind}/{folder.name}"
 
 
@@ -200,6 +181,8 @@ def read_loss(message: Any, base: ServedBase) -> tuple[Batch, Loss, Algorithm | 
   for i, datum in enumerate(batch.data):
     if missing := [name for name in loss.needs if name not in datum.inputs]:
       raise bad(f"data[{i}]: {batch.loss} needs {', '.join(missing)}")
+    if unread := [name for name in datum.inputs if name not in loss.reads]:
+      raise bad(f"data[{i}]: {batch.loss} does not read {unread[0][:80]}; leave it out")
   return batch, loss, algorithm
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,15 +15,13 @@ import numpy as np
 
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.completion import Prompt
-from gtpo_jax.sampling.filters import ALTERNATIVES
-from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
-from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
-from gtpo_jax.serving.api_errors import ApiError, bad
+from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.generator import Full, Generator
 from gtpo_jax.serving.jobs import ScoreJob, ServedCompletion
 from gtpo_jax.serving.outputs import Part, new_search
-from gtpo_jax.serving.requests import HIGHEST_TEMPERATURE, Fields, shown
-from gtpo_jax.tinker.ledger.ledger import Ledger
+from gtpo_jax.serving.requests import parse_object
+from gtpo_jax.tinker.bodies import SamplingRequest
+from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase, Spec
 from gtpo_jax.tinker.saved_weights import Store, read_saved
 from gtpo_jax.tinker.wire import (
@@ -36,15 +33,11 @@ from gtpo_jax.tinker.wire import (
   StoredResult,
   Submission,
   Top,
-  json_tokens,
   refusal,
   sample_output,
 )
 
-MAX_SAMPLES = 1024  # of one request
 RETRY_S = 0.05  # until the generator may have space again
-# Fields whose values change what is returned, and the values that change nothing.
-UNSUPPORTED = {"target_prompt_logprobs": None, "prompt_alt_tokens_k": 0}
 
 
 class Policies:
@@ -93,81 +86,6 @@ class StopTokens:
     """Returns how many of these tokens there are up to the first stop token; None without one."""
     found = (i for i, token in enumerate(tokens, 1) if token in self._tokens)
     return next(found, None)
-
-
-class SamplingRequest:
-  """A request to sample.
-
-  Attributes:
-    prompt: token ids.
-    count: how many samples.
-    limit: the most tokens of each.
-    sampling: temperature, top-k, top-p and min-p.
-    seed: of the random keys.
-    stop: strings or tokens that end a sample.
-    scores: whether the log-probs of the prompt are wanted.
-    last: of how many of its last tokens; None for all.
-    prompt_top, top: how many alternatives to tokens of the prompt and of samples.
-  """
-
-  def __init__(self, base: ServedBase, fields: Fields, default_seed: int):
-    """Reads a request.
-
-    Raises:
-      ApiError: a field is wrong, or asks for what the server cannot do.
-    """
-    engine = base.worker.engine
-    longest = min(engine.max_prompt_tokens, base.longest - 1)
-    self.prompt = json_tokens(fields.take("prompt"), base.vocab, longest)
-    self.count = fields.integer("num_samples", 1, 1, MAX_SAMPLES)
-    params = fields.take("sampling_params", {})
-    if not isinstance(params, dict):
-      raise bad(f"sampling_params must be an object, got {shown(params)}")
-    options = Fields(json.dumps(params).encode())
-    most = min(engine.max_tokens, base.longest - len(self.prompt))
-    limit = options.integer("max_tokens", None, 0, None)
-    self.limit = most if limit is None else limit
-    if self.limit > most:
-      raise bad(
-        f"max_tokens is {self.limit}, but at most {most} can follow this prompt; start the server "
-        "with a higher --max_tokens, or lower it",
-        "max_tokens",
-      )
-    temperature = options.number("temperature", 1.0, 0.0, HIGHEST_TEMPERATURE)
-    if 0 < temperature < LOWEST_TEMPERATURE:
-      raise bad("temperature must be 0 or at least 2**-20", "temperature")
-    top_k = options.integer("top_k", -1, -1, 2**31 - 1)
-    top_p = options.number("top_p", 1.0, 0.0, 1.0)
-    if top_p == 0:
-      raise bad("top_p must be above 0", "top_p")
-    self.sampling = (temperature, max(top_k, 0), top_p, 0.0)
-    self.seed = options.integer("seed", default_seed, -(2**63), 2**64) % 2**32
-    self.stop = _read_stop(options)
-    self.scores = fields.take("prompt_logprobs") is True
-    self.last = fields.integer("prompt_logprobs_last_n", None, 1, len(self.prompt) - 1)
-    self.prompt_top = fields.integer("topk_prompt_logprobs", 0, 0, ALTERNATIVES)
-    self.top = fields.integer("topk_sample_logprobs", 0, 0, ALTERNATIVES)
-    for name, neutral in UNSUPPORTED.items():
-      if fields.take(name, neutral) != neutral:
-        raise bad(f"{name} is not supported; leave it out", name)
-
-
-def _read_stop(options: Fields) -> tuple[str, ...] | tuple[int, ...]:
-  stop = options.take("stop")
-  if stop is None:
-    return ()
-  values = (stop,) if isinstance(stop, str) else stop
-  if not isinstance(values, list | tuple):
-    raise bad(f"stop must be strings or tokens, got {shown(stop)}", "stop")
-  if not values:
-    raise bad("stop=[] is not supported: samples end at the model's end tokens", "stop")
-  if all(type(x) is int for x in values):
-    return tuple(values)
-  if not is_stop(tuple(values)):
-    raise bad(
-      f"stop must be tokens, or up to {MAX_STOP_STRINGS} strings, got {shown(stop)}", "stop"
-    )
-  return tuple(values)
 
 
 class Pending:
@@ -263,6 +181,11 @@ class Sampler:
     self._thread = threading.Thread(target=self._run, name="gtpo sampler", daemon=True)
     self._thread.start()
 
+  @property
+  def capacity(self) -> int:
+    """The most samples that may run and wait at once."""
+    return self._generator.capacity
+
   def close(self) -> None:
     """Waits until the thread has ended, once the ledger is closed."""
     self._thread.join()
@@ -274,19 +197,18 @@ class Sampler:
       self._generator.cancel(pending.jobs)
 
   def _run(self) -> None:
-    while request := self._ledger.submissions.take_sample():
+    while request := self._ledger.take_sample():
       try:
         self._start(request)
       except Exception as error:
-        self._ledger.submissions.finish(request, refusal(error, "sampling"))
+        self._ledger.finish(request, refusal(error, "sampling"))
 
   def _start(self, request: Submission) -> None:
-    source = self._ledger.entries.samplers.get(request.target)
+    source = self._ledger.sampler(request.target)
     if source is None:
       return  # its session is over
-    ask = SamplingRequest(
-      self._base, Fields(request.body), self._ledger.sessions.seed_for(request.target, request.seq)
-    )
+    seed = self._ledger.seed_for(request.target, request.seq)
+    ask = SamplingRequest(self._base, parse_object(request.body), seed, self.capacity)
     params = self._policies.get(source)
     pending = Pending(ask, lambda x: self._recorder.submit(self._record, request, x))
     pending.jobs = self._jobs(ask, params, pending)
@@ -329,7 +251,7 @@ class Sampler:
     """Submits jobs, as soon as the generator has space."""
     completions = [job for job in jobs if isinstance(job, ServedCompletion)]
     scores = [job for job in jobs if isinstance(job, ScoreJob)]
-    while self._ledger.submissions.is_wanted(request.id):
+    while self._ledger.is_wanted(request.id):
       try:
         self._generator.submit(completions, scores)
         return
@@ -338,4 +260,4 @@ class Sampler:
 
   def _record(self, request: Submission, pending: Pending) -> None:
     self._pending.pop(request.id, None)
-    self._ledger.submissions.finish(request, pending.outcome())
+    self._ledger.finish(request, pending.outcome())

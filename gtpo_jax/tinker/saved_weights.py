@@ -6,8 +6,11 @@ that it has the arrays of training and who owns it. It appears with all its file
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import hashlib
 import json
+import os
 import re
 import shutil
 import time
@@ -18,7 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import safetensors.numpy
+from pydantic import BaseModel
 
+from gtpo_jax.models.hf.folder import MANIFEST
 from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.requests import shown
 
@@ -26,6 +31,7 @@ TRAINING, SAMPLER, STATE = "weights", "sampler_weights", "state"
 KINDS = {TRAINING: "training", SAMPLER: "sampler"}  # with the protocol's name
 ABOUT = "tinker.json"
 ARRAYS = "training.arrays"  # safetensors; by that name it would be part of the model
+OLD = ".old"  # ends the names of weights that others are about to replace
 EPHEMERAL = "~"  # begins the names of weights that clients know only by their sampler
 KEPT_EPHEMERAL = 16  # of a run
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,127}")
@@ -48,8 +54,22 @@ class Saved(NamedTuple):
     return f"tinker://{self.about['run']}/{self.folder.parent.name}/{self.folder.name}"
 
   def arrays(self) -> dict[str, np.ndarray]:
-    """Returns the arrays of training by name; what was bfloat16 is float32."""
-    return safetensors.numpy.load((self.folder / ARRAYS).read_bytes())
+    """Returns the arrays of training by name; what was bfloat16 is float32.
+
+    Raises:
+      ApiError: a file of the folder is missing, or not as it was written.
+    """
+    try:
+      for line in (self.folder / MANIFEST).read_text().splitlines():
+        digest, name = line.split("  ", 1)
+        with (self.folder / name).open("rb") as opened:
+          if hashlib.file_digest(opened, "sha256").hexdigest() != digest:
+            raise ValueError(name)
+      return safetensors.numpy.load((self.folder / ARRAYS).read_bytes())
+    except (OSError, ValueError, safetensors.SafetensorError):
+      raise bad(
+        f"{self.path} is damaged: its files are not as they were saved; load other weights"
+      ) from None
 
   def delete(self) -> None:
     """Deletes the weights."""
@@ -70,12 +90,24 @@ class Saved(NamedTuple):
     }
 
 
+class _About(BaseModel):
+  """The fields of `ABOUT` that every folder has."""
+
+  run: str
+  owner: str
+  created: float
+  spec: dict[str, Any]
+  expires: float | None = None
+
+
 def read_saved(folder: Path) -> Saved | None:
-  """Returns the weights in a folder; None if there are none."""
+  """Returns the weights in a folder; None if there are none, they expired, or say not whose."""
   try:
-    return Saved(folder, json.loads((folder / ABOUT).read_text()))
-  except (FileNotFoundError, NotADirectoryError):
+    about = json.loads((folder / ABOUT).read_text())
+    end = _About.model_validate(about).expires
+  except (OSError, ValueError, RecursionError):
     return None
+  return None if end and end < time.time() else Saved(folder, about)
 
 
 class Store:
@@ -83,6 +115,12 @@ class Store:
 
   def __init__(self, workdir: Path):
     self._root = workdir / "runs"
+    for old in self._root.glob(f"*/*/.*{OLD}"):  # a process was killed in `replace`
+      folder = old.with_name(old.name.removeprefix(".").removesuffix(OLD))
+      if folder.exists():
+        shutil.rmtree(old)
+      else:
+        os.replace(old, folder)
     self.expire()
 
   def folder(self, run: str, kind: str, name: str) -> Path:
@@ -122,9 +160,18 @@ class Store:
 
   def expire(self) -> None:
     """Deletes the weights whose time is over."""
-    for saved in self._all():
-      if (end := saved.about.get("expires")) and end < time.time():
-        saved.delete()
+    for file in self._root.glob(f"*/*/*/{ABOUT}"):
+      with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        if (json.loads(file.read_text()).get("expires") or np.inf) < time.time():
+          shutil.rmtree(file.parent)
+
+  def replace(self, new: Path, folder: Path) -> None:
+    """Puts weights that are written whole in the place of older ones, of the same name."""
+    old = folder.with_name(f".{folder.name}{OLD}")
+    if folder.exists():
+      os.replace(folder, old)
+    os.replace(new, folder)
+    shutil.rmtree(old, ignore_errors=True)
 
   def of_sampler(self, source: dict[str, Any]) -> Path:
     """Returns the folder of the weights that a sampler samples from; for live ones the newest."""
@@ -135,15 +182,21 @@ class Store:
     return folder
 
   def snapshot(self, run: str) -> Saved | None:
-    """Returns the newest state of a model; None if there is none."""
+    """Returns the newest state of a model; None if there is none.
+
+    Raises:
+      ApiError: it is damaged.
+    """
     states = (self._root / run.replace(":", "-") / STATE).glob("[0-9]*")
     newest = max(states, key=lambda folder: int(folder.name), default=None)
-    return newest and read_saved(newest)
+    if newest and (saved := read_saved(newest)) is None:
+      raise bad(f"the state of {run} is damaged; make a new model, from saved weights for example")
+    return newest and saved
 
   def snapshot_seq(self, run: str) -> int:
     """Returns the number of the last request whose effect is in `snapshot`; -1 for none."""
-    saved = self.snapshot(run)
-    return int(saved.folder.name) if saved else -1
+    states = (self._root / run.replace(":", "-") / STATE).glob("[0-9]*")
+    return max((int(folder.name) for folder in states), default=-1)
 
   def tidy(self, run: str, newest: int) -> None:
     """Deletes the states of a model before the newest, and weights that no sampler needs."""
@@ -177,19 +230,8 @@ def describe_run(run: str, saved: list[Saved]) -> dict[str, Any]:
     "last_request_time": _time(saved[-1].about["created"]),
     "last_checkpoint": newest("training"),
     "last_sampler_checkpoint": newest("sampler"),
-    "user_metadata": spec["metadata"],
+    "user_metadata": spec.get("metadata"),
   }
-
-
-def check_name(name: Any) -> str:
-  """Returns a name for weights.
-
-  Raises:
-    ApiError: it is no name of a file.
-  """
-  if not isinstance(name, str) or not NAME.fullmatch(name):
-    raise bad(f"the name of weights must be letters, digits and . _ - =, got {shown(name)}", "path")
-  return name
 
 
 def arrays_of(**trees: Any) -> bytes:

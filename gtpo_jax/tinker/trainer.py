@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
-from gtpo_jax.tinker.ledger.entries import LOAD
-from gtpo_jax.tinker.ledger.ledger import Ledger
+from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.serving.api_errors import ApiError
+from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models_in_training import ModelsInTraining
 from gtpo_jax.tinker.operations import Operations, is_change
-from gtpo_jax.tinker.wire import ERROR, StoredResult, Submission
+from gtpo_jax.tinker.wire import ERROR, Submission
 
 SNAPSHOT_S = 60.0  # of computing, after which a model's state is saved
 
@@ -35,26 +37,26 @@ class Trainer:
     self._thread.join()
 
   def _run(self) -> None:
-    while taken := self._ledger.submissions.take():
+    while taken := self._ledger.take():
       request, known = taken
       began = time.perf_counter()
-      again = known is not None
-      if again and (known.kind == ERROR or not is_change(request)):
-        self._ledger.submissions.finish(request, known)
+      if known and (known.kind == ERROR or not is_change(request)):
+        self._ledger.finish(request, known)
         continue
       outcome = self._operations.carry_out(request)
-      self._ledger.submissions.finish(request, known or outcome)
-      seconds = time.perf_counter() - began
-      self._after(request, outcome, seconds)
+      self._ledger.finish(request, known or outcome)
+      self._after(request, time.perf_counter() - began)
 
-  def _after(self, request: Submission, outcome: StoredResult, seconds: float) -> None:
+  def _after(self, request: Submission, seconds: float) -> None:
     """Saves a model's state from time to time, and forgets models that are gone."""
     self._models.forget_gone()
     name = request.target
     if name not in self._models:
       return
     self._since_snapshot[name] = self._since_snapshot.get(name, 0.0) + seconds
-    loaded = request.op == LOAD and outcome.kind != ERROR  # what it has read may change
-    if loaded or self._since_snapshot[name] > SNAPSHOT_S:
+    if self._since_snapshot[name] > SNAPSHOT_S:
       self._since_snapshot[name] = 0.0
-      self._models.snapshot(name, request.seq)
+      try:
+        self._models.snapshot(name, request.seq)
+      except (UserError, ApiError, OSError) as error:  # its requests stay in the ledger
+        print(f"gtpo: the state of a model was not saved: {first_line(error)}", file=sys.stderr)

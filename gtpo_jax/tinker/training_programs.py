@@ -70,6 +70,16 @@ class TrainingPrograms(NamedTuple):
   apply: Any
 
 
+def all_finite(*trees: Any) -> bool:
+  """Returns whether all numbers of trees of arrays are finite."""
+  return bool(_all_finite(trees))
+
+
+@jax.jit
+def _all_finite(trees: Any) -> jax.Array:
+  return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(trees)]))
+
+
 @functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
 def make_programs(model: Transformer) -> TrainingPrograms:
   """Returns the programs of an architecture; they compile on their first use."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from google.protobuf.message import DecodeError
 from gtpo_jax.runtime.device_errors import OUT_OF_MEMORY, status
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.api_errors import ApiError, bad
-from gtpo_jax.serving.requests import one_line, shown
+from gtpo_jax.serving.requests import one_line
 from gtpo_jax.tinker.schema import BFLOAT16, CLASSES, FLOAT32, INT32, INT64, LENGTH, STOP
 
 JSON, PROTO, ERROR = "json", "proto", "error"  # what a result is
@@ -26,23 +25,18 @@ DTYPES = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32, BFLOAT16: np.ui
 MAX_LENGTH = 1 << 20  # tokens of a datum, whatever the model
 
 
-@dataclasses.dataclass
-class ClientSession:
+class ClientSession(NamedTuple):
   """A client.
 
   Attributes:
     id: known to the client.
     owner: a digest of its key.
     number: how many sessions had a model or a sampler before this one; -1 if it has none.
-    finished: whether it has said that it is done.
-    seen: when it was last heard of.
   """
 
   id: str
   owner: str
-  number: int = -1
-  finished: bool = False
-  seen: float = dataclasses.field(default_factory=time.monotonic)
+  number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +47,18 @@ class Submission:
     op: the path of the protocol.
     target: the id of the model, or of the sampler.
     seq: its number among the target's requests.
-    body: as it was sent.
+    body: what is asked, mostly as it was sent.
+    drawn: f32[tokens of all data] as bytes, for credit: the entropies of tokens that were sampled
+      here, NaN for others.
+    digest: of the path and the body that were sent.
   """
 
   op: str
   target: str
   seq: int
   body: bytes
+  drawn: bytes = b""
+  digest: bytes = b""
 
   @property
   def id(self) -> str:
@@ -94,7 +93,8 @@ def refusal(error: Exception, what: str) -> StoredResult:
   if isinstance(error, UserError):
     error = one_line(error)
   if isinstance(error, ApiError):
-    return StoredResult(ERROR, error.message.encode(errors="replace"), "user")
+    fault = "user" if error.status < 500 else "server"
+    return StoredResult(ERROR, error.message.encode(errors="replace"), fault)
   print(f"gtpo: {what} failed", file=sys.stderr)
   traceback.print_exception(error)
   if status(error) == OUT_OF_MEMORY:
@@ -185,6 +185,9 @@ def read_batch(message: Any, vocab: int, longest: int) -> Batch:
   config: dict[str, float | str] = dict(message.loss_fn_config)
   for name, value in message.loss_fn_config_v2.items():
     config[name] = getattr(value, value.WhichOneof("choice") or "number")
+  for name, value in config.items():
+    if not isinstance(value, str) and not np.isfinite(value):
+      raise bad(f"loss_fn_config: {name[:80]} must be finite, got {value}")
   data = []
   for i, datum in enumerate(message.data):
     try:
@@ -248,6 +251,8 @@ def _array(name: str, tensor: Any, length: int) -> np.ndarray:
   x = _numbers(tensor.dense, DTYPES[tensor.dtype], name)
   if tensor.dtype == BFLOAT16:
     x = (x.astype(np.uint32) << 16).view(np.float32)
+  if list(tensor.shape) not in ([], [len(x)]):
+    raise bad(f"{name} has {len(x)} values for the shape {list(tensor.shape)}")
   if len(x) != length:
     raise bad(f"{name} has {len(x)} values for the {length} tokens of model_input")
   return x
@@ -370,30 +375,3 @@ def read_samples(body: bytes, entropy: np.ndarray) -> list[Sample]:
     samples.append(Sample(tokens, log_probs, entropy[start:end], stopped))
     start = end
   return samples
-
-
-def json_tokens(prompt: Any, vocab: int, longest: int) -> list[int]:
-  """Returns the tokens of a prompt in JSON.
-
-  Raises:
-    ApiError: it has something else than tokens, or too many.
-  """
-  chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
-  if not isinstance(chunks, list):
-    raise bad(f"prompt must be an object with chunks, got {shown(prompt)}", "prompt")
-  tokens: list[int] = []
-  for chunk in chunks:
-    kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
-    ids = chunk.get("tokens") if isinstance(chunk, dict) else None
-    if kind != "encoded_text" or not isinstance(ids, list):
-      raise bad("prompt has a chunk that is no text; only tokens are supported", "prompt")
-    if not all(type(x) is int and 0 <= x < vocab for x in ids):
-      raise bad(f"prompt has a token that is no id from 0 to {vocab - 1}", "prompt")
-    tokens += ids
-  if not 0 < len(tokens) <= longest:
-    raise bad(
-      f"prompt has {len(tokens)} tokens, but there must be 1 to {longest}; start the server with a "
-      "higher --max_prompt_tokens",
-      "prompt",
-    )
-  return tokens

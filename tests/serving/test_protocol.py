@@ -458,10 +458,10 @@ def test_a_stream_of_an_answer_with_tools_is_the_whole_answer(chat_with_tools, t
   from gtpo_jax.serving.answers import Answers
   from gtpo_jax.serving.choices import Choice
   from gtpo_jax.serving.outputs import Output, Part
-  from gtpo_jax.serving.requests import Fields, read_chat
+  from gtpo_jax.serving.requests import parse_object, read_chat
 
   answers = Answers("small", chat_with_tools)
-  request = read_chat(Fields(json.dumps({"messages": ASK, "tools": [TOOL], "n": 2}).encode()))
+  request = read_chat(parse_object(json.dumps({"messages": ASK, "tools": [TOOL], "n": 2}).encode()))
   ids = chat_with_tools.encode(text)
   choices = [Choice([1], Output(chat_with_tools, None)) for _ in range(2)]
 

@@ -9,14 +9,14 @@ from gtpo_jax.cli.serve import model_name
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.conversation import Conversations
-from gtpo_jax.serving.requests import Fields, read_chat, read_completion
+from gtpo_jax.serving.requests import parse_object, read_chat, read_completion
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 
 def fields(**values):
-  return Fields(json.dumps(values).encode())
+  return parse_object(json.dumps(values).encode())
 
 
 def test_defaults_are_those_of_the_protocol():
@@ -133,14 +133,14 @@ def test_a_wrong_field_is_named(read, values, param):
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b"nul"])
 def test_a_body_that_is_no_object(body):
   with pytest.raises(ApiError, match="body") as caught:
-    Fields(body)
+    parse_object(body)
   assert caught.value.status == 400
 
 
 def test_errors_can_be_sent():
   """A name may contain half of a surrogate pair."""
   with pytest.raises(ApiError) as caught:
-    read_chat(Fields(json.dumps(CHAT | {"\ud800": 1}).encode()))
+    read_chat(parse_object(json.dumps(CHAT | {"\ud800": 1}).encode()))
   assert caught.value.body()["error"]["param"] == "?"
   json.dumps(caught.value.body(), ensure_ascii=False).encode()
 

@@ -10,23 +10,22 @@ import sys
 from gtpo_jax.cli import main
 from gtpo_jax.models.hf import folder
 from gtpo_jax.tinker import models
-from gtpo_jax.tinker.ledger.record_log import RecordLog
-from gtpo_jax.tinker.ledger.submissions import Submissions
+from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models import TrainedModel
 from gtpo_jax.tinker.saved_weights import Store
 
 PLACES = {  # where it is killed: the owner of a function, its name, and whether before or after it
-  "before a record is written": (RecordLog, "append", True),
-  "after a record is written": (RecordLog, "append", False),
-  "after a record is on disk": (RecordLog, "sync", False),
-  "while the journal is rewritten": (os, "replace", True),
+  "before a row is written": (Ledger, "_insert", True),
+  "after a row is written": (Ledger, "_insert", False),
+  "after a request is on disk": (Ledger, "submit", False),
+  "while weights are replaced": (os, "replace", True),
   "before a gradient": (TrainedModel, "run", True),
   "after a gradient": (TrainedModel, "run", False),
   "after a step": (TrainedModel, "step", False),
   "while weights are written": (models, "write_files", False),
   "after weights are written": (TrainedModel, "save", False),
-  "before a result is recorded": (Submissions, "finish", True),
-  "after a result is recorded": (Submissions, "finish", False),
+  "before a result is recorded": (Ledger, "finish", True),
+  "after a result is recorded": (Ledger, "finish", False),
   "after a snapshot": (Store, "tidy", True),
 }
 

@@ -9,7 +9,7 @@ from live import KEY, connected, need_client, options_for, running, sampled, sup
 from gtpo_jax.algorithms import make as make_algorithm
 from gtpo_jax.cli.export import export_policy
 from gtpo_jax.models import load
-from gtpo_jax.tinker.entropy_credit import shape
+from gtpo_jax.tinker.entropy_credit import recorded, shape
 from gtpo_jax.tinker.wire import Datum, Sample
 
 tinker = need_client()
@@ -147,7 +147,8 @@ def test_credit_shapes_advantages_by_recorded_entropies(service, server):
     for x, e in zip(sequences, entropies, strict=True)
   }
   inputs = [_read(datum) for datum in data]
-  expected, _ = shape(make_algorithm("gtpo", alpha2=0.3), inputs, records.get)
+  entropies = recorded(inputs, records.__getitem__)
+  expected, _ = shape(make_algorithm("gtpo", alpha2=0.3), inputs, entropies)
   # On-policy, ratios are 1 and the loss is minus the sum of advantages.
   total = -sum(datum.inputs["advantages"].sum() for datum in expected)
   assert shaped.metrics["loss:sum"] == pytest.approx(total, abs=1e-3)

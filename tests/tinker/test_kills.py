@@ -164,10 +164,10 @@ def expected(model, tmp_path_factory):
   [
     pytest.param(place, count, marks=() if shown else pytest.mark.manual)
     for place, counts in {
-      "before a record is written": (5, 12),
-      "after a record is written": (4, 13),
-      "after a record is on disk": (9, 12),
-      "while the journal is rewritten": (1,),
+      "before a row is written": (9, 24),
+      "after a row is written": (8, 23),
+      "after a request is on disk": (3, 9),
+      "while weights are replaced": (1, 3),
       "before a gradient": (1, 3),
       "after a gradient": (2,),
       "after a step": (1, 2),

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from starlette.requests import Request
 
@@ -17,7 +18,7 @@ from gtpo_jax.serving.app import chat_routes
 from gtpo_jax.serving.choices import Choice, Job
 from gtpo_jax.serving.http import answering, bearer, listen, make_server, read_fields, starlette_app
 from gtpo_jax.serving.outputs import Output, new_search
-from gtpo_jax.serving.requests import Fields, read_chat
+from gtpo_jax.serving.requests import read_chat
 
 HOST = "127.0.0.1"
 NAME = "policy"  # of the model
@@ -59,7 +60,7 @@ class Endpoint:
   def _run(self) -> None:
     asyncio.run(self._server.serve(sockets=[self._listener]))
 
-  async def _start_job(self, request: Request, fields: Fields) -> Job:
+  async def _start_job(self, request: Request, fields: dict[str, Any]) -> Job:
     read = read_chat(fields)
     sampling = read.sampling
     if sampling.n > 1:
@@ -74,7 +75,7 @@ class Endpoint:
     return job
 
 
-async def _fields(request: Request) -> Fields:
+async def _fields(request: Request) -> dict[str, Any]:
   fields = await read_fields(request, MAX_BODY)
-  fields.text("model")  # there is only one
+  fields.pop("model", None)  # there is only one
   return fields

@@ -1,0 +1,472 @@
+"""The paths of the server. A request is in the ledger, on disk, before it is acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gtpo_jax.serving.api_errors import ApiError, bad
+from gtpo_jax.serving.http import answering, read_body, read_fields, starlette_app
+from gtpo_jax.serving.requests import MAX_BODY, checked, parse_object, shown
+from gtpo_jax.tinker.bodies import (
+  Lenient,
+  LoadBody,
+  ModelBody,
+  NewModelBody,
+  Page,
+  PathBody,
+  RequestBody,
+  SamplerBody,
+  SamplingRequest,
+  SaveBody,
+  SaveForSamplerBody,
+  SessionBody,
+  StepBody,
+)
+from gtpo_jax.tinker.entropy_credit import recorded
+from gtpo_jax.tinker.ledger import CREATE, LOAD, REFUSED, SAMPLE, Ledger
+from gtpo_jax.tinker.models import ServedBase, Spec
+from gtpo_jax.tinker.operations import (
+  FORWARD_BACKWARD,
+  OPTIM_STEP,
+  SAVE,
+  SAVE_FOR_SAMPLER,
+  read_loss,
+)
+from gtpo_jax.tinker.sampler import Sampler
+from gtpo_jax.tinker.saved_weights import Saved, Store, describe_run
+from gtpo_jax.tinker.wire import ERROR, PROTO, Submission, parse_batch, refusal
+
+PREFIX = "/api/v1/"
+POLL_S = 30.0  # that a poll waits for a result
+MAX_DATA = 65_536  # of a request
+MAX_BATCH_BYTES = 256 << 20
+WARNING = (
+  "train_unembed has no effect here: adapters are on attention and MLP matrices, not the head"
+)
+SIMPLE = {OPTIM_STEP: StepBody, SAVE: SaveBody, SAVE_FOR_SAMPLER: SaveForSamplerBody}
+# Where a request names its model and its number, also if the rest is wrong or cut off.
+_MODEL = re.compile(rb'"model_id"\s*:\s*"([\w:]+)"')
+_SEQ = re.compile(rb'"seq_id"\s*:\s*(\d{1,18})\b')
+_PROTO = re.compile(rb"\n[\x01-\x7f]([\w:]+)\x10([\x80-\xff]{0,4}[\x00-\x7f])")
+
+
+def key_of(http: HttpRequest) -> str:
+  """Returns the key of a client.
+
+  Raises:
+    ApiError: it has sent none.
+  """
+  key = http.headers.get("x-api-key", "")
+  if not key:
+    raise ApiError(401, "the key is missing; set TINKER_API_KEY to tml- and any text")
+  return key
+
+
+def owner_of(http: HttpRequest) -> str:
+  """Returns who a client is: a digest of its key."""
+  return hashlib.sha256(key_of(http).encode("latin-1")).hexdigest()
+
+
+def addressed(body: bytes) -> tuple[str, int] | None:
+  """Returns the model and the number that a body names, even if the rest of it is wrong."""
+  if found := _PROTO.match(body):
+    digits = enumerate(found[2])
+    return found[1].decode(), sum((digit & 127) << 7 * i for i, digit in digits)
+  with contextlib.suppress(ApiError):
+    values = parse_object(body)
+    model, seq = values.get("model_id"), values.get("seq_id")
+    return (model, seq) if isinstance(model, str) and type(seq) is int else None
+  model, seq = _MODEL.search(body), _SEQ.search(body)
+  return (model[1].decode(), int(seq[1])) if model and seq else None
+
+
+class TinkerApp:
+  """The application of a server.
+
+  Attributes:
+    asgi: what a server runs.
+  """
+
+  def __init__(
+    self,
+    base: ServedBase,
+    ledger: Ledger,
+    store: Store,
+    sampler: Sampler,
+    max_rank: int,
+    queue: int,
+    secret: str,
+    only_loopback: bool,
+  ):
+    """Args:
+    base: the model that others begin with.
+    ledger: takes requests.
+    store: has saved weights.
+    sampler: of the ledger; it cancels samples.
+    max_rank: the highest rank of adapters.
+    queue: how many samples a client may have under way.
+    secret: the key that clients must have; "" for any, each of which sees only its own.
+    only_loopback: as in `answering`.
+    """
+    self._base = base
+    self._ledger = ledger
+    self._store = store
+    self._sampler = sampler
+    self._max_rank = max_rank
+    self._queue = queue
+    read: dict[str, Callable[[str, bytes], tuple[Submission, Spec | None]]] = {
+      CREATE: self._read_new_model,
+      LOAD: self._read_load,
+      FORWARD_BACKWARD: self._read_batch,
+      **{op: functools.partial(self._read_simple, op) for op in SIMPLE},
+    }
+    posts = {
+      "client/config": self._client_config,
+      "create_session": self._create_session,
+      "session_heartbeat": self._heartbeat,
+      "sessions/{id}/finish": self._finish_session,
+      "telemetry": self._telemetry,
+      "get_info": self._get_info,
+      "create_sampling_session": self._create_sampler,
+      "asample": self._asample,
+      "retrieve_future": self._retrieve,
+      "cancel_future": self._cancel,
+      "weights_info": self._weights_info,
+      **{op: functools.partial(self._submit, op, read[op]) for op in read},
+    }
+    gets = {
+      "healthz": self._health,
+      "get_server_capabilities": self._capabilities,
+      "samplers/{id}": self._sampler_info,
+      "training_runs": self._runs,
+      "training_runs/{id}": self._run,
+      "training_runs/{id}/checkpoints": self._checkpoints,
+      "checkpoints": self._all_checkpoints,
+    }
+    deletes = {"training_runs/{id}/checkpoints/{kind}/{name}": self._delete}
+    answer = lambda handler: answering(handler, only_loopback, secret, sent=key_of)
+    self.asgi: Starlette = starlette_app(
+      [
+        Route(PREFIX + path, answer(handler), methods=[method])
+        for method, handlers in (("POST", posts), ("GET", gets), ("DELETE", deletes))
+        for path, handler in handlers.items()
+      ]
+    )
+
+  # The server and sessions.
+
+  async def _health(self, http: HttpRequest) -> Response:
+    return JSONResponse({"status": "ok"})
+
+  async def _telemetry(self, http: HttpRequest) -> Response:
+    await read_body(http)
+    return JSONResponse({"status": "accepted"})  # and not kept
+
+  async def _client_config(self, http: HttpRequest) -> Response:
+    # A group in one request shares its prompt, and gets its credit together.
+    limits = {
+      "fwdbwd_max_chunk_len": MAX_DATA,
+      "fwdbwd_max_chunk_bytes_count": MAX_BATCH_BYTES // 2,
+    }
+    return JSONResponse(limits | {"sample_max_concurrent_requests": self._queue})
+
+  async def _capabilities(self, http: HttpRequest) -> Response:
+    name, longest = self._base.name, self._base.longest
+    model = {"model_name": name, "max_context_length": longest}
+    return JSONResponse({"supported_models": [model | {"trainable": True, "sampleable": True}]})
+
+  async def _create_session(self, http: HttpRequest) -> Response:
+    checked(Lenient, await _fields(http))
+    name = await asyncio.to_thread(self._ledger.open_session, owner_of(http))
+    return JSONResponse({"session_id": name, "warning_message": WARNING, "type": "create_session"})
+
+  async def _heartbeat(self, http: HttpRequest) -> Response:
+    body = checked(SessionBody, await _fields(http))
+    await asyncio.to_thread(self._ledger.session, owner_of(http), body.session_id)
+    return JSONResponse({"type": "session_heartbeat"})
+
+  async def _finish_session(self, http: HttpRequest) -> Response:
+    name = http.path_params["id"]
+    await asyncio.to_thread(self._ledger.finish_session, owner_of(http), name)
+    return JSONResponse({})
+
+  # Models and their training.
+
+  async def _submit(
+    self, op: str, read: Callable[[str, bytes], tuple[Submission, Spec | None]], http: HttpRequest
+  ) -> Response:
+    """Acknowledges a request of a model, once it is on disk; a refused one has its error there."""
+    owner = owner_of(http)
+    most = MAX_BATCH_BYTES if op == FORWARD_BACKWARD else MAX_BODY
+    body = await read_body(http, most, whole=False)
+    request = await asyncio.to_thread(self._accept, op, read, owner, body, most)
+    return JSONResponse({"request_id": request.id, "model_id": request.target})
+
+  def _accept(
+    self,
+    op: str,
+    read: Callable[[str, bytes], tuple[Submission, Spec | None]],
+    owner: str,
+    body: bytes,
+    most: int,
+  ) -> Submission:
+    digest = hashlib.sha256(f"{op} ".encode() + body).digest()
+    named = addressed(body)
+    theirs = named is not None and self._ledger.owner(named[0]) == owner
+    first = Submission(REFUSED, *named, b"", digest=digest) if named and theirs else None
+    try:
+      if first and self._ledger.is_known(first):
+        return first
+      if len(body) > most:
+        raise ApiError(413, f"the body is over the limit of {most} bytes; send less at once")
+      request, spec = read(owner, body)
+      request = dataclasses.replace(request, digest=digest)
+      self._ledger.submit(request, spec and dataclasses.asdict(spec))
+      return request
+    except Exception as error:
+      # The number counts as answered, so that the next ones of its model do not wait for it.
+      if first and first.target in self._ledger.next and getattr(error, "status", 400) < 429:
+        with contextlib.suppress(ApiError):
+          self._ledger.submit(first, answer=refusal(error, op))
+      raise
+
+  def _read_new_model(self, owner: str, body: bytes) -> tuple[Submission, Spec | None]:
+    given = checked(NewModelBody, parse_object(body))
+    name = self._new_name(owner, given.session_id, given.model_seq_id)
+    self._check_base(given.base_model)
+    lora = given.lora_config
+    rank = lora.rank if lora else 0
+    if rank > self._max_rank:
+      raise bad(f"rank {rank} is over this server's limit of {self._max_rank}; lower it", "rank")
+    if rank and not (lora.train_mlp or lora.train_attn):
+      raise bad("adapters of the head alone are not supported; set train_attn or train_mlp")
+    seed = lora.seed if lora and lora.seed is not None else self._ledger.seed_for(name, 0)
+    flags = (lora.train_mlp, lora.train_attn) if lora else (True, True)
+    spec = Spec(given.base_model, rank, seed, *flags, given.user_metadata)
+    return Submission(CREATE, name, 0, b""), spec
+
+  def _read_load(self, owner: str, body: bytes) -> tuple[Submission, Spec | None]:
+    given = checked(LoadBody, parse_object(body))
+    if given.weights_access_token:
+      raise bad(
+        "weights_access_token is not supported: keys read only their own weights; leave it out",
+        "weights_access_token",
+      )
+    if given.base_model is not None:
+      self._check_base(given.base_model)
+    saved = self._store.find(owner, given.path)
+    if given.session_id is not None:
+      if given.model_seq_id is None or given.model_id is not None or given.seq_id is not None:
+        raise bad("session_id needs model_seq_id, and neither model_id nor seq_id", "session_id")
+      name = self._new_name(owner, given.session_id, given.model_seq_id)
+      spec = dataclasses.replace(Spec(**saved.about["spec"]), metadata=given.user_metadata)
+      return Submission(LOAD, name, 0, body), spec
+    if given.model_id is None or given.seq_id is None or given.model_seq_id is not None:
+      raise bad("load_weights needs model_id and seq_id, or session_id and model_seq_id")
+    return Submission(LOAD, self._model(owner, given.model_id), given.seq_id, body), None
+
+  def _new_name(self, owner: str, session: str, number: int) -> str:
+    """Returns the id of a model that a session gets."""
+    found = self._ledger.session(owner, session)
+    self._ledger.number_session(found.id)
+    return f"{found.id}:train:{number}"
+
+  def _model(self, owner: str, name: str) -> str:
+    """Returns the id of a client's model.
+
+    Raises:
+      ApiError: there is none.
+    """
+    self._ledger.session(owner, name)
+    if name not in self._ledger.next:
+      raise ApiError(410, "there is no such model; create it again")
+    return name
+
+  def _check_base(self, name: str) -> None:
+    if not self._base.is_called(name):
+      raise bad(
+        f"this server has {self._base.name!r}, not {shown(name)}; name that one", "base_model"
+      )
+
+  def _read_batch(self, owner: str, body: bytes) -> tuple[Submission, Spec | None]:
+    message = parse_batch(body)
+    name, seq = self._model(owner, message.model_id), message.seq_id
+    if seq < 1:
+      raise bad(f"seq_id must be at least 1, got {seq}", "seq_id")
+    batch, _, algorithm = read_loss(message, self._base)
+    drawn = b""
+    if algorithm:
+      find = functools.lru_cache(functools.partial(self._ledger.sampled, owner))
+      drawn = np.concatenate(recorded(batch.data, find)).tobytes()
+    return Submission(FORWARD_BACKWARD, name, seq, body, drawn), None
+
+  def _read_simple(self, op: str, owner: str, body: bytes) -> tuple[Submission, Spec | None]:
+    values = parse_object(body)
+    if "optimizer_params" in values:
+      raise bad("optimizer_params are not supported; use AdamParams", "optimizer_params")
+    name = values.get("model_id")
+    self._model(owner, name if isinstance(name, str) else "")
+    given = checked(SIMPLE[op], values)
+    return Submission(op, given.model_id, given.seq_id, body), None
+
+  async def _get_info(self, http: HttpRequest) -> Response:
+    body = checked(ModelBody, await _fields(http))
+    name = self._model(owner_of(http), body.model_id)
+    spec = Spec(**self._ledger.spec(name))
+    data = {"arch": self._base.worker.model.config.model_type, "model_name": spec.base_model}
+    return JSONResponse(
+      {
+        "type": "get_info",
+        "model_data": data | {"tokenizer_id": spec.base_model},
+        "model_id": name,
+        "is_lora": bool(spec.rank),
+        "lora_rank": spec.rank or None,
+        "model_name": spec.base_model,
+      }
+    )
+
+  # Sampling, and results.
+
+  async def _create_sampler(self, http: HttpRequest) -> Response:
+    body = checked(SamplerBody, await _fields(http))
+    owner = owner_of(http)
+    session = self._ledger.session(owner, body.session_id)
+    name = f"{session.id}:sample:{body.sampling_session_seq_id}"
+    if body.base_model is not None or body.model_path is None:
+      self._check_base(body.base_model or "")
+    source = {"run": "", "kind": "", "name": "", "live": False, "model": body.base_model}
+    if body.model_path is not None:
+      saved = self._store.find(owner, body.model_path)
+      source |= {"run": saved.about["run"], "kind": saved.folder.parent.name}
+      source |= {"name": saved.folder.name, "model": saved.about["spec"]["base_model"]}
+    await asyncio.to_thread(self._ledger.number_session, session.id)
+    await asyncio.to_thread(self._ledger.add_sampler, name, source)
+    return JSONResponse({"sampling_session_id": name, "type": "create_sampling_session"})
+
+  def _source(self, owner: str, name: str) -> dict[str, Any]:
+    self._ledger.session(owner, name)
+    source = self._ledger.sampler(name)
+    if source is None:
+      raise ApiError(410, "there is no such sampling session")
+    return source
+
+  async def _sampler_info(self, http: HttpRequest) -> Response:
+    name = http.path_params["id"]
+    source = self._source(owner_of(http), name)
+    path = f"tinker://{source['run']}/{source['kind']}/{source['name']}" if source["run"] else None
+    return JSONResponse({"sampler_id": name, "base_model": source["model"], "model_path": path})
+
+  async def _asample(self, http: HttpRequest) -> Response:
+    owner = owner_of(http)
+    body = await read_body(http)
+    return await asyncio.to_thread(self._accept_sample, owner, body)
+
+  def _accept_sample(self, owner: str, body: bytes) -> Response:
+    values = parse_object(body)
+    name = values.get("sampling_session_id")
+    if not isinstance(name, str):
+      raise bad("sampling_session_id is missing; make a sampling client", "sampling_session_id")
+    self._source(owner, name)
+    ask = SamplingRequest(self._base, values, 0, self._sampler.capacity)
+    digest = hashlib.sha256(body).digest()
+    request = Submission(SAMPLE, name, values["seq_id"], body, digest=digest)
+    self._ledger.submit(request)
+    ids = [f"{request.id}:{i}" for i in range(ask.count)]
+    return JSONResponse({"request_id": request.id, "model_id": name, "sample_sequence_ids": ids})
+
+  async def _cancel(self, http: HttpRequest) -> Response:
+    name = checked(RequestBody, await _fields(http)).request_id
+    await asyncio.to_thread(self._ledger.cancel, owner_of(http), name)
+    self._sampler.cancel(name)
+    return JSONResponse({})
+
+  async def _retrieve(self, http: HttpRequest) -> Response:
+    name = checked(RequestBody, await _fields(http)).request_id
+    outcome = await self._ledger.wait(owner_of(http), name, POLL_S)
+    if outcome is None:
+      return JSONResponse({"type": "try_again", "queue_state": "active"}, 408)
+    if outcome.kind == ERROR:
+      message = outcome.body.decode(errors="replace")
+      return JSONResponse({"error": message, "category": outcome.fault})
+    kind = "application/x-protobuf" if outcome.kind == PROTO else "application/json"
+    return Response(outcome.body, media_type=kind)
+
+  # Saved weights, by training run.
+
+  async def _weights_info(self, http: HttpRequest) -> Response:
+    body = checked(PathBody, await _fields(http))
+    spec = self._store.find(owner_of(http), body.tinker_path).about["spec"]
+    return JSONResponse(
+      {
+        "base_model": spec["base_model"],
+        "is_lora": bool(spec["rank"]),
+        "lora_rank": spec["rank"] or None,
+        "train_unembed": False,
+        "train_mlp": spec["train_mlp"],
+        "train_attn": spec["train_attn"],
+      }
+    )
+
+  async def _runs(self, http: HttpRequest) -> Response:
+    runs = await asyncio.to_thread(self._store.runs, owner_of(http))
+    saved = [item for item in runs.items() if item[1]]
+    return _page(http, "training_runs", saved, lambda item: describe_run(*item))
+
+  async def _saved_of(self, http: HttpRequest) -> list[Saved]:
+    runs = await asyncio.to_thread(self._store.runs, owner_of(http))
+    run = http.path_params["id"]
+    if run not in runs:
+      raise ApiError(404, f"there is no training run {shown(run)}")
+    return runs[run]
+
+  async def _run(self, http: HttpRequest) -> Response:
+    saved = await self._saved_of(http)
+    if not saved:
+      raise ApiError(404, "this training run has saved no weights")
+    return JSONResponse(describe_run(http.path_params["id"], saved))
+
+  async def _checkpoints(self, http: HttpRequest) -> Response:
+    return _page(http, "checkpoints", await self._saved_of(http), Saved.describe)
+
+  async def _all_checkpoints(self, http: HttpRequest) -> Response:
+    runs = await asyncio.to_thread(self._store.runs, owner_of(http))
+    listed = [x for saved in runs.values() for x in saved]
+    return _page(http, "checkpoints", listed, Saved.describe)
+
+  async def _delete(self, http: HttpRequest) -> Response:
+    names = http.path_params
+    path = f"tinker://{names['id']}/{names['kind']}/{names['name']}"
+    saved = self._store.find(owner_of(http), path)
+    if any(json.loads(x.body)["path"] == path for x in self._ledger.loads()):
+      raise ApiError(409, f"{path} is being loaded; delete it once that is done")
+    await asyncio.to_thread(saved.delete)
+    return Response(status_code=204)
+
+
+async def _fields(http: HttpRequest) -> dict[str, Any]:
+  return await read_fields(http, empty=True)
+
+
+def _page(
+  http: HttpRequest, name: str, found: Sequence[Any], describe: Callable[[Any], dict[str, Any]]
+) -> Response:
+  """Returns the part of a list that a client has asked for."""
+  page = checked(Page, dict(http.query_params))
+  limit = len(found) if page.limit is None else page.limit
+  chosen = found[page.offset : page.offset + limit]
+  cursor = {"offset": page.offset, "limit": limit, "total_count": len(found)}
+  return JSONResponse({name: [describe(x) for x in chosen], "cursor": cursor})

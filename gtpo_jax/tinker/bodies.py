@@ -1,0 +1,323 @@
+"""The JSON that clients send, field by field. What a result does not depend on is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic_core import from_json
+
+from gtpo_jax.sampling.filters import ALTERNATIVES
+from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
+from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
+from gtpo_jax.serving.api_errors import bad
+from gtpo_jax.serving.requests import HIGHEST_TEMPERATURE, LARGEST_TOP_K, Body, checked, shown
+from gtpo_jax.tinker.ledger import LARGEST_SEQ
+from gtpo_jax.tinker.models import MAX_SEED, ServedBase
+from gtpo_jax.tinker.saved_weights import NAME
+
+MAX_SAMPLES = 1024  # of one request
+LONGEST_TTL_S = 10**9  # that weights may be kept for
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)
+BELOW_1 = 1 - 2.0**-24  # the largest float32 below 1
+
+
+def _check_metadata(value: dict[str, Any]) -> dict[str, Any]:
+  try:
+    from_json(json.dumps(value, allow_nan=False))
+  except (ValueError, RecursionError):
+    raise ValueError(
+      "must be JSON of few levels, without NaN and halves of surrogate pairs"
+    ) from None
+  return value
+
+
+def _check_adamw(kind: str) -> str:
+  if kind != "adamw":
+    raise ValueError(f"must be 'adamw', got {shown(kind)}; use adamw")
+  return kind
+
+
+def _check_name(name: str) -> str:
+  if not NAME.fullmatch(name):
+    raise ValueError(f"must be a name of letters, digits and . _ - =, got {shown(name)}")
+  return name
+
+
+def _check_temperature(value: float) -> float:
+  if 0 < value < LOWEST_TEMPERATURE:
+    raise ValueError("must be 0 or at least 2**-20")
+  return value
+
+
+def _check_stop(stop: Any) -> tuple[str, ...] | tuple[int, ...]:
+  values = (stop,) if isinstance(stop, str) else stop
+  if isinstance(values, list) and not values:
+    raise ValueError("must not be empty: samples end at the model's end tokens; leave it out")
+  if isinstance(values, list) and all(type(x) is int for x in values):
+    return tuple(values)
+  if not isinstance(values, list | tuple) or not is_stop(tuple(values)):
+    raise ValueError(f"must be tokens, or up to {MAX_STOP_STRINGS} strings, got {shown(stop)}")
+  return tuple(values)
+
+
+Seq = Annotated[int, Field(ge=0, le=LARGEST_SEQ)]
+Seed = Annotated[int, Field(ge=0, lt=MAX_SEED)]
+Metadata = Annotated[dict[str, Any], AfterValidator(_check_metadata)]
+Beta = Annotated[float, Field(ge=0, le=BELOW_1)]
+Positive = Annotated[float, Field(ge=0, le=LARGEST)]
+Name = Annotated[str, AfterValidator(_check_name)]
+Top = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
+
+
+class Lenient(Body):
+  """A body that says nothing about a result; later clients may send more."""
+
+  model_config = ConfigDict(extra="ignore")
+
+
+class Page(Body):
+  """The parameters of a list."""
+
+  model_config = ConfigDict(strict=False)
+
+  limit: Annotated[int, Field(ge=0, le=LARGEST_SEQ)] | None = None
+  offset: Annotated[int, Field(ge=0, le=LARGEST_SEQ)] = 0
+  access_scope: Literal["owned", "accessible"] = "owned"
+
+
+class SessionBody(Lenient):
+  """session_heartbeat."""
+
+  session_id: str
+
+
+class RequestBody(Lenient):
+  """retrieve_future and cancel_future."""
+
+  request_id: str
+
+
+class ModelBody(Body):
+  """get_info."""
+
+  model_id: str
+  type: str = ""
+
+
+class PathBody(Body):
+  """weights_info."""
+
+  tinker_path: str
+
+
+class LoraBody(Body):
+  """Adapters. The head has none, whatever `train_unembed` says."""
+
+  rank: Annotated[int, Field(ge=0)]
+  seed: Seed | None = None
+  train_unembed: bool = True
+  train_mlp: bool = True
+  train_attn: bool = True
+
+
+class OptimizerBody(Body):
+  """The optimizer of a model."""
+
+  type: Annotated[str, AfterValidator(_check_adamw)] = "adamw"
+
+
+class NewModelBody(Body):
+  """create_model."""
+
+  session_id: str
+  model_seq_id: Seq
+  base_model: str
+  user_metadata: Metadata = Field(default_factory=dict)
+  lora_config: LoraBody | None = None
+  optimizer_config: OptimizerBody = OptimizerBody()
+  type: Literal["create_model"] = "create_model"
+
+
+class LoadBody(Body):
+  """load_weights: into a model, or into a new one of a session."""
+
+  model_id: str | None = None
+  seq_id: Annotated[Seq, Field(ge=1)] | None = None
+  session_id: str | None = None
+  model_seq_id: Seq | None = None
+  base_model: str | None = None
+  user_metadata: Metadata = Field(default_factory=dict)
+  path: str
+  optimizer: bool
+  optimizer_config: OptimizerBody = OptimizerBody()
+  weights_access_token: str | None = None
+  type: Literal["load_weights"] = "load_weights"
+
+
+class AdamBody(Body):
+  """Settings of a step, within what float32 holds."""
+
+  learning_rate: Positive = 1e-4
+  beta1: Beta = 0.9
+  beta2: Beta = 0.95
+  eps: Annotated[float, Field(ge=SMALLEST, le=LARGEST)] = 1e-12
+  weight_decay: Positive = 0.0
+  grad_clip_norm: Positive = 0.0
+
+
+class StepBody(Body):
+  """optim_step."""
+
+  model_id: str
+  seq_id: Annotated[Seq, Field(ge=1)]
+  adam_params: AdamBody
+  type: Literal["optim_step"] = "optim_step"
+
+
+class SaveBody(Body):
+  """save_weights."""
+
+  model_id: str
+  seq_id: Annotated[Seq, Field(ge=1)]
+  path: Name | None = None
+  ttl_seconds: Annotated[int, Field(ge=1, le=LONGEST_TTL_S)] | None = None
+  overwrite: bool = False
+  user_metadata: dict[str, str] | None = None
+  type: Literal["save_weights", "save_weights_for_sampler"] = "save_weights"
+
+
+class SaveForSamplerBody(SaveBody):
+  """save_weights_for_sampler."""
+
+  sampling_session_seq_id: Seq | None = None
+  kind: Literal["snapshot", "inflight"] = "snapshot"
+
+
+class SamplerBody(Body):
+  """create_sampling_session."""
+
+  session_id: str
+  sampling_session_seq_id: Seq
+  base_model: str | None = None
+  model_path: str | None = None
+  type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class ChunkBody(Body):
+  """A part of a prompt: tokens only."""
+
+  type: Literal["encoded_text"] = "encoded_text"
+  tokens: list[int]
+
+
+class PromptBody(Body):
+  """A prompt."""
+
+  chunks: list[ChunkBody]
+
+
+class SamplingBody(Body):
+  """How samples are drawn."""
+
+  max_tokens: Annotated[int, Field(ge=0)] | None = None
+  seed: Seed | None = None
+  stop: Annotated[Any, BeforeValidator(lambda x: None if x is None else _check_stop(x))] = None
+  temperature: Annotated[
+    float, Field(ge=0, le=HIGHEST_TEMPERATURE), AfterValidator(_check_temperature)
+  ] = 1.0
+  top_k: Annotated[int, Field(ge=-1, le=LARGEST_TOP_K)] = -1
+  top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class SampleBody(Body):
+  """asample."""
+
+  sampling_session_id: str
+  seq_id: Seq
+  prompt: PromptBody
+  num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+  sampling_params: SamplingBody = SamplingBody()
+  prompt_logprobs: bool = False
+  prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+  topk_prompt_logprobs: Top = 0
+  topk_sample_logprobs: Top = 0
+  prompt_alt_tokens_k: Literal[0] = 0
+  record_stability_info: Literal[False] = False
+  type: Literal["sample"] = "sample"
+
+
+class SamplingRequest:
+  """A request to sample.
+
+  Attributes:
+    prompt: token ids.
+    count: how many samples.
+    limit: the most tokens of each.
+    sampling: temperature, top-k, top-p and min-p.
+    seed: of the random keys.
+    stop: strings or tokens that end a sample.
+    scores: whether the log-probs of the prompt are wanted.
+    last: of how many of its last tokens; None for all.
+    prompt_top, top: how many alternatives to tokens of the prompt and of samples.
+  """
+
+  def __init__(self, base: ServedBase, values: dict[str, Any], default_seed: int, queue: int):
+    """Reads a request.
+
+    Args:
+      base: what is sampled from, or begun with.
+      values: the fields.
+      default_seed: for requests without one.
+      queue: the most samples that may run and wait at once.
+
+    Raises:
+      ApiError: a field is wrong, or asks for what the server cannot do.
+    """
+    body = checked(SampleBody, values)
+    params = body.sampling_params
+    engine = base.worker.engine
+    longest = min(engine.max_prompt_tokens, base.longest - 1)
+    self.prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+    if not all(0 <= x < base.vocab for x in self.prompt):
+      raise bad(f"prompt has a token that is no id from 0 to {base.vocab - 1}", "prompt")
+    if not 0 < len(self.prompt) <= longest:
+      raise bad(
+        f"prompt has {len(self.prompt)} tokens, but there must be 1 to {longest}; start the server "
+        "with a higher --max_prompt_tokens",
+        "prompt",
+      )
+    self.count = body.num_samples
+    if self.count + 1 > queue:
+      raise bad(
+        f"num_samples is {self.count}, but this server samples and queues {queue - 1} at most; "
+        "start it with a higher --queue",
+        "num_samples",
+      )
+    most = min(engine.max_tokens, base.longest - len(self.prompt))
+    self.limit = most if params.max_tokens is None else params.max_tokens
+    if self.limit > most:
+      raise bad(
+        f"max_tokens is {self.limit}, but at most {most} can follow this prompt; start the server "
+        "with a higher --max_tokens, or lower it",
+        "max_tokens",
+      )
+    self.sampling = (params.temperature, max(params.top_k, 0), params.top_p, 0.0)
+    self.seed = default_seed if params.seed is None else params.seed
+    self.stop = params.stop or ()
+    if wrong := [x for x in self.stop if isinstance(x, int) and not 0 <= x < base.vocab]:
+      raise bad(f"stop has the token {wrong[0]}, but ids are from 0 to {base.vocab - 1}", "stop")
+    self.scores = body.prompt_logprobs
+    self.prompt_top, self.top = body.topk_prompt_logprobs, body.topk_sample_logprobs
+    self.last = body.prompt_logprobs_last_n
+    if self.last is not None and (
+      self.last >= len(self.prompt) or not (self.scores or self.prompt_top)
+    ):
+      raise bad(
+        f"prompt_logprobs_last_n must be below the prompt's {len(self.prompt)} tokens, and needs "
+        "prompt_logprobs",
+        "prompt_logprobs_last_n",
+      )

@@ -1,0 +1,601 @@
+"""Who asked for what, and the answers, in a SQLite database.
+
+A request has the same id whenever it is sent again, so it is carried out once. Requests of a model
+are carried out in the order of their numbers, in whatever order they arrive. After a restart, a
+model's requests since its last snapshot are carried out again; the same programs give the same
+bits, and results that clients may have seen already are kept.
+
+Every change is one transaction, on disk before the call returns. A row has a checksum of its
+values, because SQLite itself does not notice a changed bit within a value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import secrets
+import sqlite3
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.api_errors import ApiError, bad
+from gtpo_jax.tinker.wire import (
+  ERROR,
+  PROTO,
+  ClientSession,
+  Sample,
+  StoredResult,
+  Submission,
+  read_samples,
+)
+
+LARGEST_SEQ = 2**63 - 1  # of the numbers that clients give
+MAX_AHEAD = 4096  # numbers by which a request may be ahead of its model's next one
+MOST_RESULTS = 100_000  # that are kept, the newest ones
+MOST_RESULT_BYTES = 512 << 20  # of them
+GONE_S = 600  # without a sign of life, a session's models may give up their places
+RETRY_S = 1.0  # until a full disk may have space again
+SAMPLE, REFUSED = "asample", "refused"
+CREATE, LOAD = "create_model", "load_weights"
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS about (id TEXT PRIMARY KEY, value TEXT, checksum INTEGER);
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT, number INTEGER,
+  checksum INTEGER);
+CREATE TABLE IF NOT EXISTS models (id TEXT PRIMARY KEY, session TEXT, spec TEXT, checksum INTEGER);
+CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, session TEXT, source TEXT,
+  checksum INTEGER);
+CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, session TEXT, op TEXT, target TEXT,
+  seq INTEGER, digest BLOB, checksum INTEGER);
+CREATE TABLE IF NOT EXISTS bodies (id TEXT PRIMARY KEY, session TEXT, body BLOB, drawn BLOB,
+  checksum INTEGER);
+CREATE TABLE IF NOT EXISTS results (number INTEGER PRIMARY KEY, id TEXT UNIQUE, session TEXT,
+  kind TEXT, fault TEXT, body BLOB, entropy BLOB, checksum INTEGER);
+CREATE INDEX IF NOT EXISTS request_targets ON requests (target, seq);
+CREATE INDEX IF NOT EXISTS request_sessions ON requests (session);
+CREATE INDEX IF NOT EXISTS result_sessions ON results (session);
+"""
+_SUBMISSION = """op, target, seq, body, drawn, digest FROM requests JOIN bodies
+  ON requests.id = bodies.id"""
+_BELONG = (
+  "models",
+  "samplers",
+  "requests",
+  "bodies",
+  "results",
+)  # tables of what belongs to a session
+
+
+class Ledger:
+  """The requests of a server: clients submit them and wait, threads take and finish them.
+
+  Attributes:
+    changed: the lock; threads that wait for work are woken up.
+    closed: whether the server ends.
+  """
+
+  def __init__(
+    self,
+    file: Path,
+    identity: str,
+    seed: int,
+    most_samples: int,
+    most_models: int,
+    snapshot_of: Callable[[str], int],
+  ):
+    """Opens or makes the database.
+
+    Args:
+      file: the database.
+      identity: tells the base model from all others.
+      seed: of requests that have none.
+      most_samples: how many samples may have no result yet.
+      most_models: how many models may be in training.
+      snapshot_of: returns the number of the last request of a model whose effect is saved.
+
+    Raises:
+      UserError: it is open already, damaged, belongs to another base model, has more models, or
+        cannot be written.
+    """
+    self.changed = threading.Condition(threading.RLock())
+    self.closed = False
+    self._seed = seed
+    self._most_samples = most_samples
+    self._events: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
+    self._seen: dict[str, float] = {}  # when each session was last heard of
+    self._lock_file = _lock(file.with_suffix(".lock"))
+    self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+    try:
+      self._open()
+      self._check(file, identity, most_models)
+    except UserError:
+      self.close_file()
+      raise
+    except sqlite3.Error as error:
+      self.close_file()
+      raise UserError(
+        f"{str(file)!r} cannot be read: {error}; restore a copy, or name another --workdir"
+      ) from None
+    self._count_result_bytes()
+    unanswered = "op = ? AND id NOT IN (SELECT id FROM results)"
+    rows = self._db.execute(f"SELECT id FROM requests WHERE {unanswered} ORDER BY rowid", [SAMPLE])
+    self._untaken = collections.deque(name for (name,) in rows)
+    self._open_samples = set(self._untaken)
+    self.next: dict[str, int] = {}  # the numbers of the requests that are carried out next
+    self.snapshots: dict[str, int] = {}  # of the last requests whose effects are saved
+    for (name,) in self._db.execute("SELECT id FROM models ORDER BY rowid").fetchall():
+      self.snapshots[name] = snapshot_of(name)
+      # A load is saved before it has a result.
+      last = f"{name}:{self.snapshots[name]}"
+      self.next[name] = self.snapshots[name] + (self.snapshots[name] < 0 or self._answered(last))
+
+  def _open(self) -> None:
+    self._db.execute("PRAGMA journal_mode = WAL")
+    self._db.execute("PRAGMA synchronous = FULL")
+    self._db.execute("PRAGMA journal_size_limit = 67108864")
+    self._db.executescript(_TABLES)
+
+  def _check(self, file: Path, identity: str, most_models: int) -> None:
+    """Raises UserError unless all values are as they were written, by a server like this one."""
+    damaged = self._one("PRAGMA integrity_check")[0] != "ok"
+    for table in ("about", "sessions", *_BELONG):
+      rows = self._db.execute(f"SELECT * FROM {table}")
+      names = [x[0] for x in rows.description]
+      for row in rows:
+        values = dict(zip(names, row, strict=True))
+        damaged |= _checksum(values) != values["checksum"]
+    if damaged:
+      raise UserError(
+        f"{str(file)!r} is damaged; restore a copy, or name another --workdir (saved weights are "
+        "in its folder runs)"
+      )
+    known = self._one("SELECT value FROM about WHERE id = 'identity'")
+    if known is None:
+      with self._transaction():
+        self._insert("about", id="identity", value=identity)
+    elif known[0] != identity:
+      raise UserError(
+        f"{str(file.parent)!r} was begun with another base model; name that one, or another "
+        "--workdir"
+      )
+    models = self._one("SELECT count(*) FROM models")[0]
+    if models > most_models:
+      raise UserError(
+        f"{str(file.parent)!r} has {models} models in training, over --models={most_models}; start "
+        f"with at least --models={models}"
+      )
+
+  def close(self) -> None:
+    """Ends the work."""
+    with self.changed:
+      self.closed = True
+      self.changed.notify_all()
+
+  def close_file(self) -> None:
+    """Closes the database, after the last result."""
+    with self.changed:
+      self._db.close()
+      self._lock_file.close()
+
+  # Rows.
+
+  def _one(self, query: str, *values: Any) -> Any:
+    return self._db.execute(query, values).fetchone()
+
+  def _count_result_bytes(self) -> None:
+    self._result_bytes = self._one("SELECT total(length(body)) FROM results")[0]
+
+  def _insert(self, table: str, **values: Any) -> None:
+    values["checksum"] = _checksum(values)
+    names = ", ".join(values)
+    places = ", ".join("?" * len(values))
+    self._db.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", [*values.values()])
+
+  @contextlib.contextmanager
+  def _transaction(self) -> Iterator[None]:
+    """What happens within is on disk afterwards, or did not happen.
+
+    Raises:
+      ApiError: the disk is full, or fails (503).
+    """
+    with self.changed:
+      try:
+        self._db.execute("BEGIN IMMEDIATE")
+        yield
+        self._db.execute("COMMIT")
+      except BaseException as error:
+        if self._db.in_transaction:
+          self._db.execute("ROLLBACK")
+        self._count_result_bytes()
+        if isinstance(error, sqlite3.Error):
+          raise ApiError(503, f"the server cannot write its ledger: {error}; try again") from None
+        raise
+
+  # Sessions, and what belongs to them.
+
+  def open_session(self, owner: str) -> str:
+    """Begins a session of the client with a key; returns its id."""
+    name = secrets.token_hex(8)
+    with self._transaction():
+      self._insert("sessions", id=name, owner=owner, number=-1)
+    self._seen[name] = time.monotonic()
+    return name
+
+  def number_session(self, name: str) -> None:
+    """Numbers a session that gets a model or a sampler. One that is never used has no number."""
+    with self.changed:
+      if self._session(name).number >= 0:
+        return
+      with self._transaction():
+        last = self._one("SELECT value FROM about WHERE id = 'sessions'")
+        number = int(last[0]) if last else 0
+        owner = self._session(name).owner
+        self._db.execute("DELETE FROM sessions WHERE id = ?", [name])
+        self._insert("sessions", id=name, owner=owner, number=number)
+        self._db.execute("DELETE FROM about WHERE id = 'sessions'")
+        self._insert("about", id="sessions", value=str(number + 1))
+
+  def _session(self, name: str) -> ClientSession | None:
+    """Returns the session of a model, a sampler or a request."""
+    with self.changed:
+      row = self._one("SELECT id, owner, number FROM sessions WHERE id = ?", name.split(":")[0])
+    return ClientSession(*row) if row else None
+
+  def session(self, owner: str, name: str) -> ClientSession:
+    """Returns a client's session, by its id or by that of its model, sampler or request.
+
+    Raises:
+      ApiError: it has none of this name (410), or has finished it.
+    """
+    found = self._session(name)
+    if found is None or found.owner != owner:
+      raise ApiError(410, "there is no such session, or it is finished; start the client again")
+    self._seen[found.id] = time.monotonic()
+    return found
+
+  def finish_session(self, owner: str, name: str) -> None:
+    """Ends a session; its models are dropped, and the weights that they have saved stay."""
+    session = self.session(owner, name)
+    with self._transaction():
+      for table in _BELONG:
+        self._db.execute(f"DELETE FROM {table} WHERE session = ?", [session.id])
+      self._db.execute("DELETE FROM sessions WHERE id = ?", [session.id])
+      self._count_result_bytes()
+    with self.changed:
+      theirs = lambda name: name.split(":")[0] == session.id
+      for named in (self.next, self.snapshots, self._seen):
+        for name in [x for x in named if theirs(x)]:
+          del named[name]
+      self._open_samples = {x for x in self._open_samples if not theirs(x)}
+      for name in [x for x in self._events if theirs(x)]:
+        self._wake(name)
+
+  def drop_silent(self) -> None:
+    """Ends the sessions with models whose clients have not been heard of for long."""
+    for name in {model.split(":")[0] for model in self.next}:
+      if time.monotonic() - self._seen.setdefault(name, time.monotonic()) > GONE_S:
+        self.finish_session(self._session(name).owner, name)
+
+  def owner(self, name: str) -> str:
+    """Returns the client whose model, sampler or request it is; "" once its session is over."""
+    session = self._session(name)
+    return session.owner if session else ""
+
+  def spec(self, model: str) -> dict[str, Any]:
+    """Returns what a client has asked a model to be.
+
+    Raises:
+      ApiError: its session is over (410).
+    """
+    with self.changed:
+      row = self._one("SELECT spec FROM models WHERE id = ?", model)
+    if row is None:
+      raise ApiError(410, "there is no such model; create it again")
+    return json.loads(row[0])
+
+  def add_sampler(self, name: str, source: dict[str, Any]) -> None:
+    """Adds a sampling session.
+
+    Raises:
+      ApiError: there is one that samples from something else.
+    """
+    with self.changed:
+      known = self.sampler(name)
+      if known is None and self._session(name):
+        with self._transaction():
+          session = name.split(":")[0]
+          self._insert("samplers", id=name, session=session, source=json.dumps(source))
+      elif known is not None and known != source:
+        raise bad("this sampling_session_seq_id is taken; use the next", "sampling_session_seq_id")
+
+  def sampler(self, name: str) -> dict[str, Any] | None:
+    """Returns the weights that a sampling session samples from; None if there is no such one."""
+    with self.changed:
+      row = self._one("SELECT source FROM samplers WHERE id = ?", name)
+    return json.loads(row[0]) if row else None
+
+  def seed_for(self, target: str, seq: int) -> int:
+    """Returns the seed of a request that has none, below 2**32.
+
+    It is the same whenever the same requests are made of a server, which has the same seed. The
+    number of a sampler is not part of it: clients take another one when they repeat a request.
+    """
+    rest = target.partition(":")[2]
+    rest = (self.sampler(target) or {}).get("saved_by", rest)
+    session = self._session(target)
+    number = session.number if session else -1
+    digest = hashlib.sha256(f"{self._seed} {number} {rest} {seq}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
+
+  # Requests.
+
+  def is_known(self, request: Submission) -> bool:
+    """Whether a request has arrived before.
+
+    Raises:
+      ApiError: another one with this number has.
+    """
+    with self.changed:
+      row = self._one("SELECT digest FROM requests WHERE id = ?", request.id)
+    if row and row[0] != request.digest:
+      raise bad(
+        f"seq_id {request.seq} was another request of {request.target}; use the next", "seq_id"
+      )
+    return bool(row)
+
+  def submit(
+    self,
+    request: Submission,
+    spec: dict[str, Any] | None = None,
+    answer: StoredResult | None = None,
+  ) -> None:
+    """Adds a request, unless it is known.
+
+    Args:
+      request: the request.
+      spec: of the new model that it makes.
+      answer: its result, if it is refused.
+
+    Raises:
+      ApiError: another request has its number, its number is far from its model's next one, or too
+        many samples wait.
+    """
+    session = request.target.split(":")[0]
+    with self.changed:
+      if self.is_known(request):
+        return
+      if request.op == SAMPLE:
+        if len(self._open_samples) >= self._most_samples:
+          raise ApiError(429, "the server is busy; try again later")
+      elif spec is None:
+        following = self.next.get(request.target)
+        if following is None:
+          raise ApiError(410, "there is no such model; create it again")
+        if not following <= request.seq < following + MAX_AHEAD:
+          raise bad(
+            f"seq_id {request.seq} is far from the model's next one, {following}; count from there",
+            "seq_id",
+          )
+      with self._transaction():
+        if spec is not None:
+          self._insert("models", id=request.target, session=session, spec=json.dumps(spec))
+        values = {"id": request.id, "session": session}
+        head = {name: getattr(request, name) for name in ("op", "target", "seq", "digest")}
+        self._insert("requests", **values, **head)
+        self._insert("bodies", **values, body=request.body, drawn=request.drawn)
+        if answer:
+          self._add_result(request, answer)
+      if request.op == SAMPLE:
+        self._open_samples.add(request.id)
+        self._untaken.append(request.id)
+      elif spec is not None:
+        self.snapshots[request.target] = -1
+        self.next[request.target] = 0
+      self.changed.notify_all()
+
+  def take(self) -> tuple[Submission, StoredResult | None] | None:
+    """Waits for the next request of a model; None once the ledger is closed.
+
+    Returns:
+      The request, and its result if it has one: it was refused, or is carried out again.
+    """
+    with self.changed:
+      while not self.closed:
+        for name, following in list(self.next.items()):
+          if request := self._request(f"{name}:{following}"):
+            self.next[name] = self.next.pop(name)  # the others come first next time
+            return request, self._result(request.id)
+        self.changed.wait()
+    return None
+
+  def take_sample(self) -> Submission | None:
+    """Waits for the next request to sample; None once the ledger is closed."""
+    with self.changed:
+      while not self.closed:
+        while self._untaken:
+          name = self._untaken.popleft()
+          if name in self._open_samples:
+            return self._request(name)
+        self.changed.wait()
+    return None
+
+  def is_wanted(self, name: str) -> bool:
+    """Whether a sample has no result yet, its session is not over, and the server does not end."""
+    return name in self._open_samples and not self.closed
+
+  def finish(self, request: Submission, outcome: StoredResult) -> None:
+    """Records a result, and tells whoever waits for it. On a full disk, it waits for space."""
+    while not self._try_to_finish(request, outcome):
+      if self.closed:
+        return  # it is carried out again
+      time.sleep(RETRY_S)
+
+  def _try_to_finish(self, request: Submission, outcome: StoredResult) -> bool:
+    with self.changed:
+      try:
+        if self._request(request.id) and not self._answered(request.id):
+          with self._transaction():
+            self._add_result(request, outcome)
+            if request.op == SAMPLE:
+              self._db.execute("DELETE FROM bodies WHERE id = ?", [request.id])
+            self._forget_old_results()
+      except ApiError as error:
+        print(f"gtpo: {error.message}", file=sys.stderr)
+        return False
+      self._open_samples.discard(request.id)
+      if request.op != SAMPLE and request.target in self.next:
+        self.next[request.target] = max(self.next[request.target], request.seq + 1)
+      self._wake(request.id)
+    return True
+
+  def _add_result(self, request: Submission, outcome: StoredResult) -> None:
+    values = dataclasses.asdict(outcome)
+    values["entropy"] = b"" if outcome.entropy is None else outcome.entropy.tobytes()
+    number = self._one("SELECT ifnull(max(number), 0) + 1 FROM results")[0]
+    session = request.target.split(":")[0]
+    self._insert("results", number=number, id=request.id, session=session, **values)
+    self._result_bytes += len(outcome.body)
+
+  def _forget_old_results(self) -> None:
+    """Deletes the oldest results beyond those that are kept, and the requests that had them."""
+    first, last = self._one("SELECT min(number), max(number) FROM results")
+    while first < last and (self._result_bytes > MOST_RESULT_BYTES or last - first >= MOST_RESULTS):
+      name, size = self._one("SELECT id, length(body) FROM results WHERE number = ?", first)
+      self._db.execute("DELETE FROM results WHERE number = ?", [first])
+      done = "id = ? AND id NOT IN (SELECT id FROM bodies)"
+      self._db.execute(f"DELETE FROM requests WHERE {done}", [name])
+      self._result_bytes -= size
+      (first,) = self._one("SELECT min(number) FROM results")
+
+  def _wake(self, name: str) -> None:
+    if event := self._events.pop(name, None):
+      loop, ready = event
+      with contextlib.suppress(RuntimeError):  # the server ends
+        loop.call_soon_threadsafe(ready.set)
+
+  def _request(self, name: str) -> Submission | None:
+    row = self._one(f"SELECT {_SUBMISSION} WHERE requests.id = ?", name)
+    return Submission(*row) if row else None
+
+  def _answered(self, name: str) -> bool:
+    return self._one("SELECT 1 FROM results WHERE id = ?", name) is not None
+
+  def _result(self, name: str) -> StoredResult | None:
+    row = self._one("SELECT kind, body, fault, entropy FROM results WHERE id = ?", name)
+    return StoredResult(*row[:3], np.frombuffer(row[3], np.float32)) if row else None
+
+  def loads(self) -> list[Submission]:
+    """Returns the requests to load weights that have no result yet."""
+    unanswered = "op = ? AND requests.id NOT IN (SELECT id FROM results)"
+    with self.changed:
+      query = f"SELECT {_SUBMISSION} WHERE {unanswered}"
+      return [Submission(*row) for row in self._db.execute(query, [LOAD])]
+
+  def cancel(self, owner: str, name: str) -> None:
+    """Drops a request to sample that nobody waits for any more."""
+    self.session(owner, name)
+    with self.changed:
+      request = self._request(name) if name in self._open_samples else None
+    if request:
+      self.finish(request, StoredResult(ERROR, b"the request was cancelled", "user"))
+
+  async def wait(self, owner: str, name: str, seconds: float) -> StoredResult | None:
+    """Returns the result of a request; None if it has none within some seconds.
+
+    Raises:
+      ApiError: there is no such request, or its result was dropped.
+    """
+    ready = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    if result := await asyncio.to_thread(self._find, owner, name, (loop, ready)):
+      return result
+    try:
+      await asyncio.wait_for(self._events.get(name, (loop, ready))[1].wait(), seconds)
+    except TimeoutError:
+      return None
+    return await asyncio.to_thread(self._find, owner, name)
+
+  def _find(self, owner: str, name: str, event: Any = None) -> StoredResult | None:
+    self.session(owner, name)
+    with self.changed:
+      if result := self._result(name):
+        return result
+      request = self._request(name)
+      # Requests of a model whose results are no longer kept may be carried out again.
+      if request is None or request.seq < self.next.get(request.target, 0):
+        raise ApiError(410, "there is no such request, or its result is no longer kept")
+      if event:
+        self._events.setdefault(name, event)
+    return None
+
+  def saved(self, model: str, seq: int) -> None:
+    """Notes that a model's state after a request is saved, and forgets what led to it."""
+    with self.changed:
+      if model not in self.snapshots:
+        return
+      with self._transaction():
+        led = "SELECT id FROM requests WHERE target = ? AND seq <= ?"
+        answered = "id IN (SELECT id FROM results)"
+        query = f"DELETE FROM bodies WHERE id IN ({led}) AND {answered}"
+        self._db.execute(query, [model, seq])
+      self.snapshots[model] = seq
+
+  def sampled(self, owner: str, sequence: str) -> Sample:
+    """Returns a sampled sequence by its id.
+
+    Raises:
+      ApiError: there is none, or it is another client's, or no longer kept.
+    """
+    name, _, index = sequence.rpartition(":")
+    with self.changed:
+      outcome = self._result(name)
+    if not outcome or outcome.kind != PROTO or self.owner(name) != owner or ":sample:" not in name:
+      raise bad(f"there is no sample {sequence[:80]!r} here, or it is no longer kept")
+    samples = read_samples(outcome.body, outcome.entropy)
+    if not index.isdecimal() or int(index) >= len(samples):
+      raise bad(f"there is no sample {sequence[:80]!r}")
+    return samples[int(index)]
+
+
+def _lock(file: Path) -> BinaryIO:
+  """Claims a workdir for this process.
+
+  Raises:
+    UserError: another process has it, or it cannot be written.
+  """
+  import fcntl
+
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    opened = file.open("ab")
+  except OSError as error:
+    raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from error
+  try:
+    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    opened.close()
+    raise UserError(
+      f"another process serves {str(file.parent)!r}; stop it, or name another --workdir"
+    ) from None
+  return opened
+
+
+def _checksum(values: Mapping[str, Any]) -> int:
+  """Returns the checksum of a row."""
+  total = 0
+  for name in sorted(set(values) - {"checksum"}):
+    value = values[name]
+    total = zlib.crc32(value if isinstance(value, bytes) else repr(value).encode(), total)
+  return total

@@ -1,1 +1,0 @@
-"""Who asked for what, and what became of it."""

@@ -1,1 +1,0 @@
-"""The paths of the server."""
