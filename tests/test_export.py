@@ -61,6 +61,7 @@ def adapted(exported):
     f"--config.model.path={relative(exported)}",
     "--config.model.lora_rank=4",
     "--config.warm_start.steps=0",
+    "--config.warm_start.batch=16",
     "--config.steps=1",
     "--config.optimizer.learning_rate=1e-2",
   )
@@ -321,6 +322,7 @@ def test_training_continues_from_the_folder(run, exported, gtpo_here, tmp_path):
     f"--workdir={workdir}",
     f"--config.model.path={exported}",
     "--config.warm_start.steps=0",
+    "--config.warm_start.batch=16",
   )
   status, out, err = gtpo_here(*args, "--config.steps=1")
   assert (status, err) == (0, "")
@@ -358,6 +360,7 @@ def test_only_the_adapters_are_trained_and_the_run_resumes(adapted, exported, gt
     f"--workdir={adapted}",
     f"--config.model.path={relative(exported)}",
     "--config.warm_start.steps=0",
+    "--config.warm_start.batch=16",
     "--config.optimizer.learning_rate=1e-2",
     "--config.steps=2",
   )

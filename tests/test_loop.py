@@ -201,7 +201,7 @@ def test_a_warm_run_compiles_nothing_later(tmp_path, monkeypatch, capsys):
   """On eight devices. Neither sampling nor evaluation compiles; the warm-up shows progress."""
   monkeypatch.setattr(display, "QUIET_S", 0.0)
   settings = {"sampling.warm_up": True, "eval.every": 1, "checkpoint.every": 1}
-  settings |= {"warm_start.steps": 0, "eval.problems": 8, "eval.samples": 4}
+  settings |= {"warm_start.steps": 0, "warm_start.batch": 16, "eval.problems": 8, "eval.samples": 4}
   train(small_config(steps=3, **EIGHT, **settings), tmp_path, Display())
   out = capsys.readouterr().out
   for kind in ("sampling and evaluation", "the update"):

@@ -25,7 +25,7 @@ BEGUN = (
   {},
   {"model": {"lora_rank": 2}, "optimizer": {"schedule": "cosine"}},
   {"sampling": {"staleness": 1, "slots": 4, "chunk": 2}},
-  {"data": {"train": "rows.jsonl", "eval": "rows.jsonl"}},
+  {"data": {"train": "rows.jsonl", "eval": "rows.jsonl", "terms": 0}},
 )
 # What resumed runs may change.
 CHANGES = (
@@ -50,7 +50,7 @@ CHANGES = (
   {"batch": {"prompts": 4}},
   {"batch": {"micro_batches": 2}},
   {"data": {"terms": 3}},
-  {"data": {"train": "other.jsonl", "eval": "rows.jsonl"}},
+  {"data": {"train": "other.jsonl", "eval": "rows.jsonl", "terms": 0}},
 )
 
 

@@ -34,6 +34,8 @@ SETTINGS = {  # several minibatches, and groups left over between steps
   "eval.batch": 8,
   "checkpoint.every": 2,
 }
+# Of runs without dynamic sampling.
+PLAIN = {key: x for key, x in SETTINGS.items() if key != "batch.max_gen_batches"}
 # Prefixes of metrics that may differ.
 CHANGING = (*TIMING, "judge/", "env/seconds", "env/idle_share")
 

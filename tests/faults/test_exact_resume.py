@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from processes import SETTINGS, STEPS, read_result, start
+from processes import PLAIN, SETTINGS, STEPS, read_result, start
 
 from gtpo_jax.logs.log_files import read_jsonl
 
@@ -171,7 +171,7 @@ def test_tokens_that_were_carried_over_resume_exactly(preset, moves, tmp_path):
   """
   more = {"algorithm.name": "gtpo", "algorithm.tis_cap": 2.0, "reward.parts": "correct"}
   engine = {"sampling.staleness": 2, "sampling.slots": 5, "sampling.chunk": 3}
-  settings = {**SETTINGS, **more, **engine, "model.preset": preset}
+  settings = {**PLAIN, **more, **engine, "model.preset": preset}
   done = start(tmp_path / "undisturbed", "-", settings)
   assert done.returncode == 0, done.stderr
   expected = read_result(tmp_path / "undisturbed")

@@ -5,7 +5,7 @@ They end as if nothing had happened, in one process and in two.
 
 import numpy as np
 import pytest
-from processes import SETTINGS, read_result, start, start_two
+from processes import PLAIN, SETTINGS, read_result, start, start_two
 from toys import save_llama
 
 from gtpo_jax.data.chat import load_chat
@@ -24,8 +24,6 @@ AGENTS = {
   "sampling.chunk": 3,
   "checkpoint.every": 1,
 }
-# Of runs without dynamic sampling.
-PLAIN = {key: x for key, x in SETTINGS.items() if key != "batch.max_gen_batches"}
 EPISODES = {
   **PLAIN,
   "steps": 4,
@@ -156,7 +154,7 @@ def test_two_processes_do_the_same_also_after_one_is_killed(name, events, tmp_pa
 def test_two_processes_with_a_teacher_equal_one_and_resume(divergence, tmp_path):
   """One process with two devices samples the same completions and moves to the same policy."""
   save_llama(tmp_path / "llama", load_chat().tokenizer)
-  settings = SETTINGS | {
+  settings = PLAIN | {
     "steps": 3,
     "algorithm.name": "opd",
     "teacher.path": tmp_path / "llama",
