@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gtpo_jax.checkpoint.integrity import DIGEST_DIGITS, digest_tree, leaf_types
 from gtpo_jax.checkpoint.steps import SavedSteps, read_checkpoint
 from gtpo_jax.models.lora import combine, split_adapters
-from gtpo_jax.models.params import Params, abstract_params
+from gtpo_jax.models.params import Params, abstract_params, stack_layers, stacked, unstack_layers
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import CorruptCheckpoint, RunError, UserError
 from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
@@ -66,10 +66,15 @@ class Checkpoints:
     state: TrainState,
     leftovers: dict[str, np.ndarray] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    model: Transformer | None = None,
   ) -> None:
     """Starts saving a state with leftovers and metadata; see `RestoredRun`.
 
-    Does nothing if the state's step is the latest one.
+    Does nothing if the state's step is the latest one. On disk, layers are always stacked.
+
+    Args:
+      state, leftovers, metadata: what is saved.
+      model: the architecture, if its layers are apart.
 
     Raises:
       RunError: this save or the previous one failed, for example because the disk is full.
@@ -77,13 +82,16 @@ class Checkpoints:
     step = int(state.step)
     if step == self.latest:
       return
-    trained, metadata = self._base.leave_out(state.params, metadata or {})
-    items = {PARAMS: trained, REST: _rest_of(state)}
+    trained, metadata = self._base.leave_out(state.params, metadata or {}, model)
+    opt_state = state.opt_state if model is None else stack_layers(model, state.opt_state)
+    items = {PARAMS: trained, REST: _rest_of(state.replace(opt_state=opt_state))}
     if leftovers is not None:
       items[LEFTOVERS] = leftovers
     self._steps.save(step, items, metadata)
 
-  def save_params(self, params: Params, step: int = 0, with_base: bool = False) -> None:
+  def save_params(
+    self, params: Params, step: int = 0, with_base: bool = False, model: Transformer | None = None
+  ) -> None:
     """Saves only parameters, and waits until they are on disk.
 
     Does nothing if `step` is the latest one.
@@ -92,9 +100,13 @@ class Checkpoints:
       params: the parameters.
       step: the step that they belong to.
       with_base: whether to save the base model as well if there are adapters.
+      model: as in `save`.
     """
     if step != self.latest:
-      trained, metadata = (params, {}) if with_base else self._base.leave_out(params, {})
+      if with_base:
+        trained, metadata = params if model is None else stack_layers(model, params), {}
+      else:
+        trained, metadata = self._base.leave_out(params, {}, model)
       self._steps.save(step, {PARAMS: trained}, metadata)
       self.wait()
 
@@ -115,14 +127,16 @@ class Checkpoints:
     Raises:
       UserError: the checkpoint belongs to another model or optimizer.
     """
-    abstract = abstract_state(model, optimizer)
+    abstract = abstract_state(stacked(model), optimizer)
     targets = {PARAMS: params_target(model), REST: _rest_of(abstract), LEFTOVERS: None}
     found = self._steps.read_latest(targets, _check_step, say)
     if found is None:
       return None
     items, metadata = found
     params = self._base.add(model, items[PARAMS], metadata, base)
-    return RestoredRun(TrainState(params=params, **items[REST]), items.get(LEFTOVERS), metadata)
+    state = TrainState(params=params, **items[REST])
+    state = state.replace(opt_state=unstack_layers(model, state.opt_state))
+    return RestoredRun(state, items.get(LEFTOVERS), metadata)
 
   def newest_params(
     self,
@@ -187,7 +201,7 @@ def params_target(model: Transformer) -> Callable[[Mapping[str, str]], Params]:
 
   These are the adapters, or all parameters if the item holds the base model's too.
   """
-  complete = abstract_params(model)
+  complete = abstract_params(stacked(model))
   adapters, base = split_adapters(complete)
 
   def choose(saved: Mapping[str, str]) -> Params:
@@ -198,13 +212,15 @@ def params_target(model: Transformer) -> Callable[[Mapping[str, str]], Params]:
   return choose
 
 
-def digest_base(base: Params) -> str:
-  """Returns a digest of a base model that is the same on every mesh.
+def digest_base(base: Params, model: Transformer | None = None) -> str:
+  """Returns a digest of a base model that is the same on every mesh and with layers apart.
 
   Embeddings, norms and biases identify the model. Matrices are left out: a run may quantise them,
   and platforms round differently.
   """
   kept = {path: x for path, x in flatten_dict(base).items() if not path[-1].startswith("kernel")}
+  if model is not None:
+    kept = flatten_dict(stack_layers(model, unflatten_dict(kept)))
   return digest_tree(kept)[:DIGEST_DIGITS]
 
 
@@ -222,13 +238,14 @@ class SharedBase:
     self._digest = ""
 
   def leave_out(
-    self, params: Params, metadata: Mapping[str, Any]
+    self, params: Params, metadata: Mapping[str, Any], model: Transformer | None
   ) -> tuple[Params, Mapping[str, Any]]:
-    """Returns the parameters that a checkpoint holds, and its metadata."""
+    """Returns the parameters that a checkpoint holds, and its metadata; see `Checkpoints.save`."""
     adapters, base = split_adapters(params)
     if not adapters:
       return params, metadata
-    self._digest = self._digest or digest_base(base)
+    self._digest = self._digest or digest_base(base, model)
+    adapters = adapters if model is None else stack_layers(model, adapters)
     return adapters, {**metadata, BASE_DIGEST: self._digest}
 
   def add(
@@ -239,12 +256,13 @@ class SharedBase:
     read_base: Callable[[], Params] | None,
   ) -> Params:
     """Adds the base model to adapters that were saved without it."""
+    params = unstack_layers(model, params)
     if not model.config.lora.rank or split_adapters(params)[1]:
       return params
     if read_base is None:
       raise ValueError("these checkpoints hold only adapters; pass base= to restore")
     base = read_base()
-    self._digest = digest_base(base)
+    self._digest = digest_base(base, model)
     if self._digest != metadata[BASE_DIGEST]:
       raise UserError(
         f"the adapters in {str(self._folder)!r} were trained on another base model: its "

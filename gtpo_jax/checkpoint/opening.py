@@ -61,9 +61,11 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Checkpoints:
 
 
 def run_params(
-  workdir: epath.PathLike, model: Transformer, step: int | None = None
+  workdir: epath.PathLike, model: Transformer, step: int | None = None, base: Params | None = None
 ) -> tuple[Params, int]:
   """Restores the parameters of a run at `step` (None: the latest).
+
+  `base` is what `frozen_params` would read, if it is in memory already.
 
   Returns:
     The parameters, laid out on `model`'s mesh, and their step.
@@ -71,7 +73,9 @@ def run_params(
   checkpoints = open_run(workdir, step)
   step = checkpoints.latest if step is None else step
   path = lambda: load_config(epath.Path(workdir)).model.path
-  params = checkpoints.restore_params(model, step, lambda: frozen_params(workdir, model, path()))
+  params = checkpoints.restore_params(
+    model, step, lambda: base or frozen_params(workdir, model, path())
+  )
   checkpoints.close()
   return params, step
 

@@ -66,12 +66,19 @@ def _runs_programs(c: Config) -> bool:
 READ_IF: Mapping[str, Condition] = {
   **_when("an empty model.path", lambda c: not c.model.path, "model.random_weights"),
   **_when(
-    "model.lora_rank above 0", lambda c: c.model.lora_rank, "model.lora_alpha model.lora_targets"
+    "model.lora_rank above 0",
+    lambda c: c.model.lora_rank,
+    "model.lora_alpha model.lora_targets model.base_layout",
   ),
   **_when(
     "adapters (model.lora_rank above 0), because quantised matrices are not trained",
     lambda c: c.model.lora_rank,
     "model.quantize",
+  ),
+  **_when(
+    "adapters on a base that is not quantised, because merging would undo that",
+    lambda c: c.model.lora_rank and not c.model.quantize,
+    "sampling.merge_adapters",
   ),
   **_when("data.chat = True", lambda c: c.data.chat, "data.chat_template_kwargs"),
   **_when(

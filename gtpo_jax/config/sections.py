@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from gtpo_jax.algorithms import Settings
-from gtpo_jax.models.config import DTYPES, REMAT, Lora, ModelConfig
+from gtpo_jax.models.config import BASE_LAYOUTS, DTYPES, REMAT, Lora, ModelConfig
 from gtpo_jax.runtime.fields import ABOVE_0, AUTO, Bound, at_least, number, one_of, or_auto, setting
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
@@ -61,6 +61,11 @@ class ModelSection:
       gated delta nets, each of q, k and v stands for all matrices that read the residual stream,
       and o for the one that adds to it.
     quantize: format of the base matrices under adapters: "int8", "int4", or "" for param_dtype.
+    base_layout: how the base under adapters is stored: "apart", each layer by itself, so that the
+      update and the sampler read the same arrays; "stacked", all layers in one array, which
+      compiles faster, and of which the sampler has a copy; "auto" for "stacked" if that copy takes
+      less than half of the memory that is left, and "apart" otherwise. It is stacked where
+      mesh.expert, mesh.fsdp or mesh.context divide it.
   """
 
   preset: str = "tiny"
@@ -77,6 +82,7 @@ class ModelSection:
   router_balance: float = setting(0.0, bound=at_least(0))
   lora_targets: str = "q,k,v,o,gate,up,down"
   quantize: str = ""
+  base_layout: str = setting(AUTO, bound=one_of((AUTO, *BASE_LAYOUTS)))
 
   def with_formats(self, architecture: ModelConfig, compute_dtype: str) -> ModelConfig:
     """Returns `architecture` with these formats, attention and adapters, and `compute_dtype`."""
@@ -92,6 +98,7 @@ class ModelSection:
       router_balance=self.router_balance,
       lora=Lora(self.lora_rank, self.lora_alpha, targets),
       quantize=self.quantize,
+      apart=self.base_layout == "apart",
     )
 
 

@@ -11,18 +11,17 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from gtpo_jax.config.resolve import resolve_model
 from gtpo_jax.config.run_config import Config
 from gtpo_jax.models.config import DTYPES, ModelConfig
+from gtpo_jax.models.decode import params_bytes
 from gtpo_jax.models.delta.rule import rule_bytes
 from gtpo_jax.models.experts.module import PART_BYTES
-from gtpo_jax.models.lora import without_lora
+from gtpo_jax.models.lora import split_adapters, without_lora
 from gtpo_jax.models.params import abstract_params, active_params, matmul_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.chips import Chip
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.runtime.mesh import axis_size, bytes_per_device, make_mesh, sampling_mesh
 from gtpo_jax.sampling.settings import Demand
@@ -93,11 +92,10 @@ def run_demand(
   demand = config.sampling_demand
   if memory is None:
     return demand
-  reserve = CPU_RESERVE if model.mesh.devices.flat[0].platform == "cpu" else RESERVE
   kept = abstract_params(model)
   if trains:
     kept = abstract_state(model, run_optimizer(config))
-  left = int(memory * (1 - reserve)) - bytes_per_device(kept)
+  left = int(memory * (1 - _reserve(model))) - bytes_per_device(kept)
   if trains:
     left -= frozen_bytes(config, model, teacher)
   return demand._replace(memory=max(left, 0))
@@ -106,35 +104,40 @@ def run_demand(
 def frozen_bytes(config: Config, model: Transformer, teacher: Transformer | None) -> int:
   """Returns the bytes per device of the frozen policies, which are always in memory.
 
-  Reference and guide are taken to be as large as the policy. The guide is stored in the compute
-  dtype.
+  Those that are the base of the run share it with a policy that has adapters. Other references and
+  guides are taken to be as large as the policy. A guide has a copy in the compute dtype, unless
+  the sampler reads the base itself.
   """
   settings = config.resolved_algorithm.settings
-  params = abstract_params(model if model.config.quantize else without_lora(model))
-  kept = teacher and config.teacher.is_frozen
-  total = bytes_per_device(abstract_params(teacher)) if kept else 0
+  plain = abstract_params(model if model.config.quantize else without_lora(model))
+  adapters, _ = split_adapters(abstract_params(model))
+  shared = bytes_per_device(adapters) if model.config.lora.rank else None
+  total = 0
+  if teacher and config.teacher.is_frozen:
+    is_base = shared is not None and not config.teacher.path
+    total += shared if is_base else bytes_per_device(abstract_params(teacher))
   if settings.kl_weight:
-    total += bytes_per_device(params)
-  if settings.guide_completions:
-    dtype = DTYPES[model.config.compute_dtype]
-    kept = lambda x: x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else dtype
-    guide = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, kept(x), sharding=x.sharding), params
-    )
-    # The sampler keeps the guide's weights gathered over this axis.
+    is_base = shared is not None and not config.reference.path
+    total += shared if is_base else bytes_per_device(plain)
+  reads_base = not config.guide.path and model.config.apart
+  if settings.guide_completions and reads_base and config.sampling.merge_adapters != "always":
+    total += shared
+  elif settings.guide_completions:
     mesh = sampling_mesh(model.mesh, model.config.kv_heads, *model.config.mlps)
-    total += bytes_per_device(guide) * axis_size(mesh, "embed")
+    sampled = model if model.config.quantize else without_lora(model)
+    total += params_bytes(Transformer(sampled.config, mesh), model).copied
   return total
 
 
 def fit_update(
   config: Config, devices: Sequence[Any], chip: Chip | None, memory: int | None
 ) -> Config:
-  """Returns the config with what "auto" stands for in `model.remat` and `batch.micro_batches`.
+  """Returns the config with what "auto" stands for, in four settings that follow the memory.
 
-  It is the combination that fits and is estimated to be the fastest, or the one that needs
-  least memory. Only GPUs may recompute nothing, because it was timed on no other chip. On a CPU, or
-  a chip that is not known, each layer is recomputed, and there is one micro-batch.
+  They are `model.base_layout`, `sampling.merge_adapters`, `model.remat` and `batch.micro_batches`.
+  Of the last two, it is the combination that fits and is estimated to be the fastest, or the one
+  that needs least memory. Only GPUs may recompute nothing, because it was timed on no other chip.
+  On a CPU, or a chip that is not known, each layer is recomputed, and there is one micro-batch.
 
   Args:
     config: the config of the run.
@@ -145,6 +148,7 @@ def fit_update(
   Raises:
     UserError: the mesh does not fit the devices or the model.
   """
+  config = _fit_base(config, devices, memory)
   remat, micro_batches = config.model.remat, config.batch.micro_batches
   if AUTO not in (remat, micro_batches):
     return config
@@ -153,8 +157,8 @@ def fit_update(
     remats = ("none", "full") if chip and chip.gpu else ("full",)
   if chip is None or chip.flops is None or memory is None:
     return _with(config, remats[-1], 1 if micro_batches == AUTO else micro_batches)
-  mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
-  model = Transformer(resolve_model(config, devices[0]).config, mesh)
+  model = _model(config, devices)
+  mesh = model.mesh
   left = memory * (1 - RESERVE) - bytes_per_device(abstract_state(model, run_optimizer(config)))
   left -= frozen_bytes(config, model, None)
   parts = micro_batch_counts(config, dict(mesh.shape))
@@ -169,6 +173,47 @@ def fit_update(
   if not fitting:
     return _with(config, *min(needs, key=needs.get))
   return _with(config, *min(fitting, key=lambda choice: _run_seconds(*arguments, chip, *choice)))
+
+
+def _fit_base(config: Config, devices: Sequence[Any], memory: int | None) -> Config:
+  """Returns the config with the layout of the base under adapters, and whether they are merged."""
+  layout = config.model.base_layout
+  merges = config.sampling.merge_adapters
+  if not config.model.lora_rank:
+    return config
+  model = _model(config, devices)
+  shards = axis_size(model.mesh, "embed")
+  if layout == "apart" and shards > 1:
+    raise UserError(
+      f"model.base_layout = 'apart', but mesh.expert, mesh.fsdp and mesh.context divide the base "
+      f"among {shards} devices, and each samples with all of it; set these to 1, or "
+      "model.base_layout=auto"
+    )
+  short = False
+  if memory is not None:
+    mesh = sampling_mesh(model.mesh, model.config.kv_heads, *model.config.mlps)
+    copy = params_bytes(Transformer(model.config, mesh), model).copied
+    state = bytes_per_device(abstract_state(model, run_optimizer(config)))
+    left = memory * (1 - _reserve(model)) - state - frozen_bytes(config, model, None)
+    short = 2 * copy > left
+  if layout == AUTO:
+    layout = "apart" if short and shards == 1 else "stacked"
+  if merges == AUTO and not config.model.quantize:
+    merges = "never" if short else "always"
+  return dataclasses.replace(
+    config,
+    model=dataclasses.replace(config.model, base_layout=layout),
+    sampling=dataclasses.replace(config.sampling, merge_adapters=merges),
+  )
+
+
+def _reserve(model: Transformer) -> float:
+  return CPU_RESERVE if model.mesh.devices.flat[0].platform == "cpu" else RESERVE
+
+
+def _model(config: Config, devices: Sequence[Any]) -> Transformer:
+  mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
+  return Transformer(resolve_model(config, devices[0]).config, mesh)
 
 
 def describe_update(config: Config) -> str:

@@ -102,7 +102,7 @@ class Evaluations:
       self._display.say(forecast)
     if config.checkpoint.best and evaluated_accuracy(metrics) > self._best_so_far():
       best = Checkpoints(self._folder / "best", keep=1)
-      best.save_params(state.params, step)
+      best.save_params(state.params, step, model=self._parts.worker.model)
       best.close()
     self._journal.write_evaluation(step, evaluation.summary(), metrics)
     return metrics

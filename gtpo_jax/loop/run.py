@@ -125,7 +125,7 @@ class Run:
     metadata = saved.metadata if saved else {}
     accept_changes = config.checkpoint.accept_changes
     frozen_steps = {} if accept_changes else metadata.get("steps", {})
-    frozen = load_frozen(config, worker, folder, frozen_steps)
+    frozen = load_frozen(config, worker, folder, frozen_steps, state.params)
     self._teacher = () if frozen.matched is None else (frozen.matched,)  # arguments of the update
     problems = self._parts.problems
     provenance = {**self._parts.provenance, **frozen.digests}
@@ -257,7 +257,8 @@ class Run:
       self._place.claim.check_lock()
       self._place.logs.flush()
       with jax.profiler.TraceAnnotation("save"):
-        self._checkpoints.save(state, self.collector.leftovers(), self._metadata)
+        leftovers = self.collector.leftovers()
+        self._checkpoints.save(state, leftovers, self._metadata, self.worker.model)
         self._session.update(int(state.step))
     if wait:
       self._checkpoints.wait()

@@ -207,7 +207,7 @@ def base_model(
       teacher = teacher or make_teacher(config, worker, display.say)
       params = warm_start(config, worker, params, display, stopping, teacher)
     if params is not None:
-      checkpoints.save_params(params, with_base=not config.model.path)
+      checkpoints.save_params(params, with_base=not config.model.path, model=worker.model)
   checkpoints.close()
   return params
 

@@ -27,6 +27,7 @@ from gtpo_jax.runtime.fields import ABOVE_0, Checked, at_least, setting
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 PRECISIONS = ("default", "high", "highest")
+BASE_LAYOUTS = ("stacked", "apart")
 REMAT = ("none", "products", "attention", "full")
 ATTENTION = ("", "blocks", "splash", "cudnn")
 EXPERTS = "experts"
@@ -105,6 +106,8 @@ class ModelConfig:
       nothing. "none" unrolls the layers, because a loop over them would copy what it stores.
     attention: kernel for full sequences: "splash" (TPU), "cudnn" (GPU, 16 bits) or "blocks"
       (XLA); "" selects the fastest one for the platform.
+    apart: whether each layer's parameters are arrays of their own rather than stacked. Sampler and
+      update then read the same arrays of a frozen base, whose matrices are in `compute_dtype`.
     router_replay: whether the trainer computes tokens with the experts that the sampler chose.
     router_balance: the weight of the load-balancing loss of the routers.
   """
@@ -136,6 +139,7 @@ class ModelConfig:
   matmul_precision: str = "default"
   remat: str = "full"
   attention: str = ""
+  apart: bool = False
   router_replay: bool = True
   router_balance: float = 0.0
 
@@ -269,7 +273,15 @@ class ModelConfig:
   @property
   def stacks(self) -> tuple[Stack, ...]:
     """The layers whose parameters are stacked; see `kinds.py`."""
+    if self.apart:
+      kinds = enumerate(self.layer_kinds)
+      return tuple(Stack(f"layer_{i}", (kind,), 1) for i, kind in kinds)
     return stacks_of(self.kinds, self.layers)
+
+  @property
+  def matrix_dtype(self) -> str:
+    """Format of matrices and their scales; a frozen base has them as the sampler reads them."""
+    return self.compute_dtype if self.apart else self.param_dtype
 
   @property
   def places(self) -> list[LayerPlace]:

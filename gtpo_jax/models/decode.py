@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -34,13 +35,14 @@ class DecodeParams(NamedTuple):
   """
 
   outer: Params  # embedding, head, final norm
-  layers: list[Params]
+  layers: list[Params]  # with an axis 0 of size 1 if layers are apart
 
 
 def make_decode_params(model: Transformer, params: Params) -> DecodeParams:
   """Casts the parameters, gathers them over fsdp and unstacks the layers.
 
-  It runs once per rollout rather than once per token, under `jax.jit`.
+  It runs once per rollout rather than once per token, in a program that passes on what it does not
+  change (`PassingProgram`).
 
   Args:
     model: the architecture, on the sampling mesh.
@@ -48,6 +50,8 @@ def make_decode_params(model: Transformer, params: Params) -> DecodeParams:
   """
 
   def prepare(x: jax.Array, stored: jax.ShapeDtypeStruct, kept: jax.ShapeDtypeStruct) -> jax.Array:
+    if model.config.apart and x.dtype == kept.dtype and _is_same(stored, kept):
+      return x
     # If x is on another mesh, move its shards first: otherwise a device would hold all of x.
     x = jax.lax.with_sharding_constraint(x.astype(kept.dtype), stored.sharding)
     return jax.lax.with_sharding_constraint(x, kept.sharding)
@@ -55,13 +59,51 @@ def make_decode_params(model: Transformer, params: Params) -> DecodeParams:
   params = jax.tree.map(prepare, params, abstract_params(model), _gathered_params(model))
   stacks = {stack.name for stack in model.config.stacks}
   outer = {name: value for name, value in params.items() if name not in stacks}
-  layer = lambda path, i: jax.tree.map(lambda x: x[i], at_path(params, path))
-  return DecodeParams(outer, [layer(*place) for place in model.config.places])
+  of_place = lambda path, i: jax.tree.map(lambda x: x[i], at_path(params, path))
+  if model.config.apart:
+    of_place = lambda path, _: at_path(params, path)
+  return DecodeParams(outer, [of_place(*place) for place in model.config.places])
 
 
-def decode_bytes(model: Transformer) -> int:
-  """Returns the bytes on one device of the parameters for sampling, on the sampling mesh."""
-  return bytes_per_device(_gathered_params(model))
+class ParamsBytes(NamedTuple):
+  """The bytes on one device of the parameters for sampling."""
+
+  copied: int  # beside the parameters that are trained
+  shared: int  # of arrays that are both
+
+
+def params_bytes(model: Transformer, trained: Transformer) -> ParamsBytes:
+  """Returns the bytes of the parameters for sampling.
+
+  Args:
+    model: the architecture on the sampling mesh.
+    trained: the architecture that is trained; with adapters that `model` may lack.
+  """
+  kept = flatten_dict(_gathered_params(model))
+  stored = flatten_dict(abstract_params(trained))
+
+  def is_shared(path: tuple[str, ...]) -> bool:
+    adapter = (*path[:-1], "lora_a")
+    is_merged = path[-1] == "kernel" and adapter in stored.keys() - kept.keys()
+    same = path in stored and _is_same(stored[path], kept[path])
+    return model.config.apart and same and not is_merged
+
+  shared = bytes_per_device([x for path, x in kept.items() if is_shared(path)])
+  return ParamsBytes(bytes_per_device(kept) - shared, shared)
+
+
+def _is_same(stored: jax.ShapeDtypeStruct, kept: jax.ShapeDtypeStruct) -> bool:
+  """Whether an array can be used as it is stored."""
+  same_place = stored.sharding.is_equivalent_to(kept.sharding, len(kept.shape))
+  return same_place and (stored.shape, stored.dtype) == (kept.shape, kept.dtype)
+
+
+def _layers(model: Transformer, params: DecodeParams) -> Iterator[tuple[Layer, Params]]:
+  """Yields each layer with its parameters."""
+  for kind, weights in zip(model.config.layer_kinds, params.layers, strict=True):
+    if model.config.apart:
+      weights = jax.tree.map(lambda x: x[0], weights)
+    yield Layer(model.config, model.mesh, kind), weights
 
 
 def _gathered_params(model: Transformer) -> Params:
@@ -121,10 +163,9 @@ def _run_layers(
   masks = stream_masks(prompts.mask, model.config)
   kept = {mixer: [] for mixer in MIXERS}
   ids = []
-  for kind, weights in zip(model.config.layer_kinds, params.layers, strict=True):
-    layer = Layer(model.config, model.mesh, kind)
+  for layer, weights in _layers(model, params):
     x, of_layer, chosen = layer.apply({"params": weights}, x, masks, method="prefill")
-    kept[kind.mixer].append(of_layer)
+    kept[layer.kind.mixer].append(of_layer)
     ids.append(chosen)
   return x, kept, _routes(model, ids)
 
@@ -175,14 +216,14 @@ def decode_step(
   x = model.apply({"params": params.outer}, tokens[:, :, None], method="embed")
   kept = {mixer: [] for mixer in MIXERS}
   ids = []
-  for kind, weights in zip(c.layer_kinds, params.layers, strict=True):
-    layer = Layer(c, model.mesh, kind)
+  for layer, weights in _layers(model, params):
     if c.quantize:  # otherwise the compiler converts all weights once, before the loop over tokens
       weights, x = jax.lax.optimization_barrier((weights, x))
-    i = len(kept[kind.mixer])
-    past = functools.partial(attend, i) if kind.mixer == ATTENTION else delta[i]
+    mixer = layer.kind.mixer
+    i = len(kept[mixer])
+    past = functools.partial(attend, i) if mixer == ATTENTION else delta[i]
     x, of_layer, chosen = layer.apply({"params": weights}, x, past, method="decode")
-    kept[kind.mixer].append(of_layer)
+    kept[mixer].append(of_layer)
     ids.append(chosen)
   hidden = model.apply({"params": params.outer}, x, method="final_norm")
   return Decoded(hidden, kept[ATTENTION], kept[DELTA], _routes(model, ids))

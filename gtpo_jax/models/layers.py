@@ -140,7 +140,7 @@ def declare_matrix(
     roles: as in `declare`; `parts` are those of the last axis.
     adapted: whether the map has an adapter, if the model has any.
   """
-  stored = DTYPES[config.param_dtype]
+  stored = DTYPES[config.matrix_dtype]
   first, split = roles.numbered, roles.numbered + roles.inputs
   values = {}
   names = {"kernel": axes}

@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gtpo_jax.models.config import DTYPES, Lora
 from gtpo_jax.models.number_formats import dequantize
-from gtpo_jax.models.params import Params, param_shardings
+from gtpo_jax.models.params import Params, param_shardings, stacked, unstack_layers
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import axis_size
 
@@ -68,10 +68,12 @@ def add_lora(model: Transformer, params: Params, key: jax.Array) -> Params:
     return params
   shardings, _ = partition(model, param_shardings(model))
   tokens = jnp.zeros((axis_size(model.mesh, "batch"), 2), jnp.int32)
-  fresh = jax.jit(
-    lambda k: partition(model, nn.unbox(model.init(k, tokens)["params"]))[0],
-    out_shardings=shardings,
-  )
+
+  def init(key: jax.Array) -> Params:
+    trained, _ = partition(model, nn.unbox(stacked(model).init(key, tokens)["params"]))
+    return unstack_layers(model, trained)
+
+  fresh = jax.jit(init, out_shardings=shardings)
   return combine(fresh(key), params)
 
 

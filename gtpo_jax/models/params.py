@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import axis_size, indivisible_error, partition_spec, single_device_mesh
 
-Params = dict[str, Any]  # nested dicts of arrays; layers are stacked on axis 0
+# Nested dicts of arrays; layers are stacked on axis 0, which has size 1 where layers are apart.
+Params = dict[str, Any]
 
 
 def init_params(model: Transformer, key: jax.Array) -> Params:
@@ -85,6 +87,75 @@ def quantize_params(model: Transformer, params: Params) -> Params:
   return unflatten_dict(quantised)
 
 
+def stacked(model: Transformer) -> Transformer:
+  """Returns the same architecture with stacked layers, the form of checkpoints."""
+  return Transformer(dataclasses.replace(model.config, apart=False), model.mesh)
+
+
+def stack_layers(model: Transformer, tree: Any) -> Any:
+  """Returns parameters of `stacked(model)` from those of `model`; no copy if it is stacked.
+
+  Args:
+    model: the architecture.
+    tree: parameters, some of them, or an optimizer's state, which has trees of such a form.
+  """
+  if not model.config.apart:
+    return tree
+  places = list(zip(model.config.places, stacked(model).config.places, strict=True))
+
+  def join(params: Params) -> Params:
+    parts: dict[tuple[str, ...], list[jax.Array]] = {}
+    flat = flatten_dict(params)
+    for path, x in flat.items():
+      if path[:1] not in {own.path for own, _ in places}:
+        parts[path] = [x]
+    for (own, place), (path, x) in itertools.product(places, flat.items()):
+      if path[:1] == own.path:
+        parts.setdefault((*place.path, *path[1:]), []).append(x)
+    joined = {path: jnp.concatenate(xs) if xs[1:] else xs[0] for path, xs in parts.items()}
+    return unflatten_dict(_with_matrices_as(model.config.param_dtype, joined))
+
+  return _map_params(join, tree)
+
+
+def unstack_layers(model: Transformer, tree: Any) -> Any:
+  """Returns parameters of `model` from those of `stacked(model)`; see `stack_layers`."""
+  if not model.config.apart:
+    return tree
+  stacks = {stack.name for stack in stacked(model).config.stacks}
+  places = list(zip(model.config.places, stacked(model).config.places, strict=True))
+
+  def split(params: Params) -> Params:
+    flat = flatten_dict(params)
+    parts = {path: x for path, x in flat.items() if path[0] not in stacks}
+    for (own, place), (path, x) in itertools.product(places, flat.items()):
+      depth = len(place.path)
+      if path[:depth] == place.path:
+        parts[(*own.path, *path[depth:])] = x[place.index : place.index + 1]
+    return unflatten_dict(_with_matrices_as(model.config.matrix_dtype, parts))
+
+  return _map_params(split, tree)
+
+
+def _map_params(change: Callable[[Params], Params], tree: Any) -> Any:
+  """Applies a function to each tree of parameters within `tree`."""
+  return jax.tree.map(
+    lambda x: change(x) if isinstance(x, dict) else x, tree, is_leaf=lambda x: isinstance(x, dict)
+  )
+
+
+def _with_matrices_as(
+  dtype: str, flat: dict[tuple[str, ...], jax.Array]
+) -> dict[tuple[str, ...], jax.Array]:
+  """Returns parameters by path, with base matrices and their scales in a format."""
+
+  def as_stored(path: tuple[str, ...], x: jax.Array) -> jax.Array:
+    is_matrix = path[-1] in ("kernel", "kernel_scale") and jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(dtype) if is_matrix else x
+
+  return {path: as_stored(path, x) for path, x in flat.items()}
+
+
 def at_path(params: Params, path: tuple[str, ...]) -> Any:
   """Returns the parameter, or the tree of them, at `path`."""
   return functools.reduce(lambda tree, key: tree[key], path, params)
@@ -120,7 +191,8 @@ def active_params(config: ModelConfig) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _initialisation(model: Transformer) -> Callable[[jax.Array], Params]:
-  return jax.jit(lambda k: nn.unbox(_init(model, k)), out_shardings=param_shardings(model))
+  init = lambda k: unstack_layers(model, nn.unbox(_init(stacked(model), k)))
+  return jax.jit(init, out_shardings=param_shardings(model))
 
 
 @functools.lru_cache(maxsize=32)

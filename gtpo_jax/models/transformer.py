@@ -261,7 +261,8 @@ class Transformer(nn.Module):
     )
     self.embedding = table("embedding")
     self.head = None if c.tied else table("head")
-    self.layers, self.tail = (*map(self._stack, c.stacks), None)[:2]
+    for stack in c.stacks:
+      setattr(self, stack.name, self._stack(stack))
     self.norm = RMSNorm(c, (c.width,))
 
   def _stack(self, stack: Stack) -> nn.Module:
@@ -405,7 +406,8 @@ class Transformer(nn.Module):
     streams = tuple(residual_layout(x, self.mesh) for x in streams)
     statistics = []
     first = 0  # of the stack's layers
-    for stack, layers in zip(self.config.stacks, (self.layers, self.tail), strict=False):
+    for stack in self.config.stacks:
+      layers = getattr(self, stack.name)
       recorded = None if routes is None else self._of_stack(routes, stack, first)
       streams, of_stack = layers(streams, masks_by_stream, recorded)
       statistics += jax.tree.leaves(of_stack, is_leaf=lambda x: isinstance(x, RouterStatistics))

@@ -13,6 +13,7 @@ from gtpo_jax.config import Config
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.models.hf.folder import find, is_hf_folder
 from gtpo_jax.models.hf.load import read_params
+from gtpo_jax.models.lora import partition
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.policies import base_params
@@ -52,12 +53,16 @@ class FrozenPolicies(NamedTuple):
 
 
 def load_frozen(
-  config: Config, worker: RolloutWorker, workdir: Path, steps: Mapping[str, int]
+  config: Config,
+  worker: RolloutWorker,
+  workdir: Path,
+  steps: Mapping[str, int],
+  policy: Params | None = None,
 ) -> FrozenPolicies:
   """Loads the frozen policies onto the worker's mesh.
 
   The empty path of a guide, a reference or a frozen teacher stands for the base model of the run in
-  `workdir`.
+  `workdir`. If the policy has adapters, it shares what these leave as it is.
 
   Args:
     config: names the policies.
@@ -65,6 +70,7 @@ def load_frozen(
     workdir: the run's workdir.
     steps: `FrozenPolicies.steps` from the start of the run, so that a resumed run uses the same
       checkpoints; {} for the newest ones.
+    policy: the parameters of the policy that is trained; None if nothing is shared.
 
   Raises:
     UserError: a checkpoint of `steps` is no longer there.
@@ -75,7 +81,7 @@ def load_frozen(
 
   def load(key: str, path: str) -> tuple[Transformer, Params]:
     try:
-      model, params, step = _load(path, config, worker, workdir, steps.get(key))
+      model, params, step = _load(path, config, worker, workdir, steps.get(key), policy)
     except UserError as error:
       raise UserError(f"{key} = {path!r}: {error}") from error
     digests[key] = digest_tree(params)[:DIGEST_DIGITS]
@@ -145,14 +151,20 @@ def _chat_of(folder: Path) -> Chat | None:
 
 
 def _load(
-  path: str, config: Config, worker: RolloutWorker, workdir: Path, step: int | None
+  path: str,
+  config: Config,
+  worker: RolloutWorker,
+  workdir: Path,
+  step: int | None,
+  policy: Params | None,
 ) -> tuple[Transformer, Params, int | None]:
-  """Returns a policy's model, parameters and, if it comes from a run, its step.
+  """Returns a frozen policy's model, parameters and, if it comes from a run, its step.
 
-  `step` chooses the checkpoint of a run; None takes the newest.
+  `step` chooses the checkpoint of a run; None takes the newest. `policy` is as in `load_frozen`.
   """
   if not path:
-    return worker.model, base_params(config, workdir, worker), None
+    base = partition(worker.model, policy)[1] if policy else {}
+    return worker.model, base_params(config, workdir, worker, base), None
   folder = find(path)
   model = Transformer(frozen_architecture(folder, worker.model.config), worker.model.mesh)
   if is_hf_folder(folder):

@@ -26,7 +26,7 @@ from gtpo_jax.config import (
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.folder import find, is_hf_folder
 from gtpo_jax.models.hf.load import read_params, stored_tensors
-from gtpo_jax.models.lora import add_lora
+from gtpo_jax.models.lora import add_lora, combine
 from gtpo_jax.models.params import Params, init_params
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
@@ -57,26 +57,31 @@ def check_weights(worker: RolloutWorker) -> None:
     stored_tensors(worker.model_folder)
 
 
-def initial_params(config: Config, worker: RolloutWorker) -> Params:
+def initial_params(config: Config, worker: RolloutWorker, base: Params | None = None) -> Params:
   """Returns the parameters before any warm start.
 
   These are the weights of the model's folder with fresh adapters, or random ones for a preset.
+  `base` replaces the weights of the folder.
   """
   key = key_for(config.seed, KeyStream.INIT)
   if worker.model_folder is None:
     return init_params(worker.model, key)
-  return add_lora(worker.model, read_params(worker.model, worker.model_folder), key)
+  return add_lora(worker.model, base or read_params(worker.model, worker.model_folder), key)
 
 
-def base_params(config: Config, workdir: Path, worker: RolloutWorker) -> Params | None:
+def base_params(
+  config: Config, workdir: Path, worker: RolloutWorker, base: Params | None = None
+) -> Params | None:
   """Returns the parameters that a run's RL started from; None if they do not exist yet.
 
-  They are in WORKDIR/base, or in the model's folder if there was no warm start.
+  They are in WORKDIR/base, or in the model's folder if there was no warm start. `base` holds the
+  arrays of those that adapters leave as they are, if these are in memory already.
   """
   if has_base(workdir):
-    return run_params(workdir, worker.model, 0)[0]
+    params, _ = run_params(workdir, worker.model, 0, base)
+    return combine(params, base) if base else params
   if config.model.path and not config.warm_start.steps:
-    return initial_params(config, worker)
+    return initial_params(config, worker, base)
   return None
 
 

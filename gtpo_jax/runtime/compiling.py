@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -145,3 +146,61 @@ class StoppableProgram:
         compile_stoppably(lambda: self.lower(*arguments, **static))
         self._compiled.add(key)
     return self._program(*arguments, **static)
+
+
+class PassingProgram:
+  """A jitted function of one argument. Results that are arrays of the argument are not copied.
+
+  Args:
+    function: what it computes.
+  """
+
+  def __init__(self, function: Callable[[Any], Any]):
+    self._function = function
+    self._computed = jax.jit(self._compute)
+
+  def __call__(self, argument: Any) -> Any:
+    """Calls the function."""
+    return self._join(argument, self._computed(argument))
+
+  def lower(self, argument: Any) -> jax.stages.Lowered:
+    """Lowers the program, which computes what is not passed on."""
+    return self._computed.lower(argument)
+
+  def abstract(self, argument: Any, executable: jax.stages.Compiled) -> Any:
+    """Returns the shapes and shardings of the results.
+
+    Args:
+      argument: the shapes and shardings of the argument.
+      executable: the compiled program.
+    """
+    shaped = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    shapes = jax.eval_shape(self._computed, argument)
+    return self._join(argument, jax.tree.map(shaped, shapes, executable.output_shardings))
+
+  def _compute(self, argument: Any) -> list[jax.Array]:
+    results = jax.tree.leaves(self._function(argument))
+    _, passed = self._results(argument)
+    return [x for x, place in zip(results, passed, strict=True) if place is None]
+
+  def _join(self, argument: Any, computed: list[Any]) -> Any:
+    structure, passed = self._results(argument)
+    arguments = jax.tree.leaves(argument)
+    rest = iter(computed)
+    results = [next(rest) if place is None else arguments[place] for place in passed]
+    return jax.tree.unflatten(structure, results)
+
+  def _results(self, argument: Any) -> tuple[Any, list[int | None]]:
+    """Returns the structure of the results, and where each is among the argument's leaves."""
+    leaves, structure = jax.tree.flatten(argument)
+    return _passed(self._function, structure, tuple(jax.typeof(x) for x in leaves))
+
+
+@functools.lru_cache(maxsize=16)
+def _passed(
+  function: Callable[[Any], Any], structure: Any, types: Sequence[Any]
+) -> tuple[Any, list[int | None]]:
+  argument = jax.tree.unflatten(structure, types)
+  traced, shapes = jax.make_jaxpr(function, return_shape=True)(argument)
+  places = {id(variable): i for i, variable in enumerate(traced.jaxpr.invars)}
+  return jax.tree.structure(shapes), [places.get(id(x)) for x in traced.jaxpr.outvars]

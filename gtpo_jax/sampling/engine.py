@@ -243,7 +243,8 @@ def make_programs(settings: ProgramSettings) -> Programs:
   device = model.mesh.devices.flat[0]
   refusal = triton_refusal(compute_capability(device), c.head_dim)
   # Merging adapters into a quantised base would dequantise it.
-  merged = model.config if c.quantize else without_lora(model).config
+  beside = c.quantize or config.merge_adapters == "never"
+  merged = c if beside else without_lora(model).config
   if config.weights_dtype:
     merged = dataclasses.replace(merged, quantize=config.weights_dtype)
   on_sampling_mesh = Transformer(merged, sampling_mesh(model.mesh, c.kv_heads, *c.mlps))

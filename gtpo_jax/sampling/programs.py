@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gtpo_jax.models.decode import DecodeParams, make_decode_params
+from gtpo_jax.models.decode import DecodeParams, make_decode_params, params_bytes
 from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.models.params import Params, quantize_params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.runtime.compiling import StoppableProgram
+from gtpo_jax.runtime.compiling import PassingProgram, StoppableProgram
 from gtpo_jax.runtime.mesh import batch_shards, bytes_per_device, named_sharding
 from gtpo_jax.sampling.cache import Cache, Part, States, gather_rows
 from gtpo_jax.sampling.chunk import Chunk, ChunkLimits, Decoder, decode_chunk
@@ -70,6 +70,7 @@ class CacheSizes(abc.ABC):
     shards: devices along the batch axes.
     chunk: tokens decoded between two visits to the host.
     most_slots: over all shards, if the memory of a device holds them.
+    memory_left: bytes of a device beside the parameters; None if unlimited.
     longest_at_once: how many completions of the maximum length run at once, over all shards.
     widths: lengths to which prompts ("prompts"), and prompts with completions that are resumed
       ("slots"), are padded while they are read, ascending.
@@ -88,6 +89,10 @@ class CacheSizes(abc.ABC):
     self.shards = batch_shards(model.mesh)
     self.chunk = min(self.config.chunk, settings.max_tokens)
     platform = model.mesh.devices.flat[0].platform
+    memory = settings.demand.memory
+    self.memory_left = memory
+    if memory is not None:
+      self.memory_left = max(memory - params_bytes(model, settings.model).copied, 0)
     self.most_slots = self.config.most_slots(platform, self.shards)
 
   @abc.abstractmethod
@@ -131,7 +136,7 @@ class Programs(abc.ABC):
     copies_prompts: whether entries with equal prompts get these from one row of a batch.
     stop: i32[number of stop tokens], token ids that end a completion.
     pad: the padding id.
-    layout: params -> DecodeParams, with adapters merged unless the base is quantised.
+    layout: params -> DecodeParams, with adapters merged unless `model` has them.
     derive_keys: see `_derive_keys`; for `KEYS_AT_ONCE` keys.
     read: reads sequences into the prompts ("prompts") or slots ("slots") of a cache, see
       `read_rows`.
@@ -162,7 +167,7 @@ class Programs(abc.ABC):
     self.stop = np.asarray(sorted(settings.stop), np.int32)
     self.pad = settings.pad
 
-    self.layout = jax.jit(functools.partial(_decode_params, settings.model, model))
+    self.layout = PassingProgram(functools.partial(_decode_params, settings.model, model))
     self.derive_keys = jax.jit(_derive_keys)
     decoder = Decoder(model, cache, self.chunk, settings.vocab_limit)
     decode = functools.partial(decode_chunk, decoder)
@@ -287,17 +292,6 @@ def keys_program(programs: Programs) -> Program:
   return Program(("keys",), programs.derive_keys, lambda: (key, indices))
 
 
-def abstract_decode_params(
-  programs: Programs, params: Params, layout: jax.stages.Compiled
-) -> DecodeParams:
-  """Returns the shapes and shardings of the parameters that the compiled `layout` returns."""
-  return jax.tree.map(
-    lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-    jax.eval_shape(programs.layout, params),
-    layout.output_shardings,
-  )
-
-
 def abstract(model: Transformer, function: Callable[..., Any], *axes: str | None) -> Any:
   """Returns the shapes of `function()`, with shardings by the logical `axes`."""
   return jax.tree.map(lambda x: _abstract_array(model, x, axes), jax.eval_shape(function))
@@ -329,7 +323,7 @@ def stoppable(function: Callable[..., Any], *donated: int, static: Any = ()) -> 
 
 def _decode_params(trained: Transformer, model: Transformer, params: Params) -> DecodeParams:
   """Returns the parameters of `trained` in sampling layout, in the formats of `model`."""
-  if not trained.config.quantize:
+  if not model.config.lora.rank:
     params = merge_lora(trained, params)
     if model.config.quantize:
       params = quantize_params(model, params)

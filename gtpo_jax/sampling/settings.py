@@ -135,6 +135,9 @@ class EngineConfig(Checked):
     weights_dtype: format of the layers' matrices while sampling, in training and evaluation:
       "int8", which halves the bytes that decoding reads, and needs a correction
       (`algorithm.tis_cap`); "" for the model's compute type.
+    merge_adapters: "always" to add adapters to a copy of the base before sampling, which then draws
+      tokens faster; "never" to compute them beside the base, as a quantised base always does;
+      "auto" to merge them if the copy takes less than half of the memory that is left.
     batch_invariant: whether a completion has the bits that it would have alone, whatever is sampled
       beside it. Then one program decodes: idle slots are computed, in arrays of the longest
       lengths, and chunks do not end early. Without it, tokens differ now and then, because programs
@@ -150,6 +153,7 @@ class EngineConfig(Checked):
   page_size: int = setting(0, bound=_PAGE_SIZE)
   cache_fraction: float | str = setting(AUTO, bound=or_auto(SHARE))
   weights_dtype: str = setting("", bound=one_of(("", *WEIGHTS_DTYPES)))
+  merge_adapters: str = setting(AUTO, bound=one_of((AUTO, "always", "never")))
   batch_invariant: bool = False
 
   def most_slots(self, platform: str, shards: int) -> int:

@@ -50,6 +50,33 @@ class TrainableState(NamedTuple):
   entropy_coef: jax.Array | None  # f32[], the adapted weight of the entropy bonus
 
 
+class UpdateProgram:
+  """A jitted update, called with a complete state.
+
+  What is trained is donated. A frozen base is only read, so that others may hold its arrays too.
+
+  Args:
+    model: the architecture.
+    program: the update of a state that has the trained parameters only, with the base as its
+      second argument.
+  """
+
+  def __init__(self, model: Transformer, program: Any):
+    self._model = model
+    self._program = program
+
+  def __call__(self, state: TrainState, *others: Any) -> tuple[TrainState, Metrics]:
+    """Returns the next state, and metrics; `others` are as in `make_update`."""
+    trained, base = partition(self._model, state.params)
+    state, metrics = self._program(state.replace(params=trained), base, *others)
+    return state.replace(params=combine(state.params, base)), metrics
+
+  def lower(self, state: TrainState, *others: Any) -> jax.stages.Lowered:
+    """Lowers the program for such arguments."""
+    trained, base = partition(self._model, state.params)
+    return self._program.lower(state.replace(params=trained), base, *others)
+
+
 # (trainable state, frozen parameters, minibatch, PRNG key) -> (trainable state, metrics)
 GradientUpdateFn = Callable[
   [TrainableState, FrozenParams, Minibatch, jax.Array], tuple[TrainableState, UpdateMetrics]
@@ -67,12 +94,12 @@ def make_update(
   """Returns the training step, a jitted function (state, rollouts, rewards) -> (state, metrics).
 
   With a `teacher`, its parameters are a fourth argument; if it is left out, the teacher has those
-  of the policy at each gradient update. The `state` argument is donated. The advantages are
-  computed once, from the complete batch. The prompts are then split into minibatches, and each
-  minibatch gets one gradient update; this is repeated for each epoch. Each update averages
-  the loss over the tokens of its minibatch, and its importance ratios are relative to the
-  log-probs of the policy that sampled the batch. The gradient of a minibatch is accumulated in
-  float32 over the micro-batches; their number does not change the result. If the loss or the
+  of the policy at each gradient update. The `state` argument is donated, but for a frozen base. The
+  advantages are computed once, from the complete batch. The prompts are then split into
+  minibatches, and each minibatch gets one gradient update; this is repeated for each epoch. Each
+  update averages the loss over the tokens of its minibatch, and its importance ratios are relative
+  to the log-probs of the policy that sampled the batch. The gradient of a minibatch is accumulated
+  in float32 over the micro-batches; their number does not change the result. If the loss or the
   gradient norm is not finite, the update is skipped: parameters and optimizer state are
   unchanged, and the step continues with the next update. `update/skipped` is the fraction of such
   updates. An update is also left out if no token of its minibatch contributes to the loss;
@@ -102,7 +129,11 @@ def make_update(
   )
 
   def update(
-    state: TrainState, rollouts: Rollouts, rewards: Rewards, teacher_params: Params | None = None
+    state: TrainState,
+    base: Params,
+    rollouts: Rollouts,
+    rewards: Rewards,
+    teacher_params: Params | None = None,
   ) -> tuple[TrainState, Metrics]:
     credit = Signals.of(rollouts, rewards).only(rewards.valid)
     signals = credit.without_turns().replace(
@@ -114,9 +145,8 @@ def make_update(
     signals = signals.replace(
       log_probs_old=rollouts.old_log_probs, log_probs_reference=rollouts.reference
     )
-    trained, base = partition(model, state.params)
     frozen = FrozenParams(base, teacher_params)
-    trainable = TrainableState(trained, state.opt_state, state.entropy_coef)
+    trainable = TrainableState(state.params, state.opt_state, state.entropy_coef)
     batch = Minibatch(rollouts, signals)
     key = jax.random.fold_in(jax.random.key(0), state.step)
     if settings.minibatches == settings.epochs == 1:
@@ -129,17 +159,17 @@ def make_update(
     metrics = mean_over_updates(measured) | corrections
     metrics |= batch_metrics(rollouts, rewards, signals.advantages, signals.mask)
     metrics |= algorithm.credit_metrics(credit)
-    params = combine(trainable.params, base)
-    step = state.step + 1
-    return TrainState(step, params, trainable.opt_state, trainable.entropy_coef), metrics
+    return TrainState(state.step + 1, *trainable), metrics
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
-  return jax.jit(
+  trained, _ = partition(model, shardings.params)
+  program = jax.jit(
     update,
     donate_argnums=0,
-    out_shardings=(shardings, None),
+    out_shardings=(shardings.replace(params=trained), None),
     compiler_options=update_options(model.mesh.devices.flat),
   )
+  return UpdateProgram(model, program)
 
 
 def _correct(

@@ -21,7 +21,7 @@ from gtpo_jax.config.updates import fit_update, frozen_bytes, run_demand, run_op
 from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.loop.warm_start import UPDATES_PER_CALL
 from gtpo_jax.models.attention.causal import attention_kind
-from gtpo_jax.models.decode import DecodeParams
+from gtpo_jax.models.decode import DecodeParams, params_bytes
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.batch import abstract_batches
@@ -37,7 +37,7 @@ from gtpo_jax.runtime.mesh import (
 )
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.inventory import Signature, Workload, count_kinds, reachable
-from gtpo_jax.sampling.programs import Programs, ProgramSettings, abstract_decode_params
+from gtpo_jax.sampling.programs import Programs, ProgramSettings
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
 from gtpo_jax.training.log_probs import make_scorer
 from gtpo_jax.training.state import abstract_state, make_optimizer
@@ -193,15 +193,21 @@ class RunPrograms:
   def _layout(self) -> CompiledProgram:
     """The program that converts the parameters to the layout of sampling."""
     params = self.state.params
-    resident = self.frozen + bytes_per_device(self.state.opt_state)
+    # The program leaves out what is only passed on.
+    resident = self.frozen + bytes_per_device(self.state.opt_state) + self._shared
     lower = lambda: self.engine.programs.layout.lower(params)
     return self._compile("layout", lower, params, resident, 1)
 
   @functools.cached_property
   def _decode_params(self) -> DecodeParams:
     """The shapes of the parameters in the layout of sampling."""
-    programs = self.engine.programs
-    return abstract_decode_params(programs, self.state.params, self._layout.executable)
+    layout = self.engine.programs.layout
+    return layout.abstract(self.state.params, self._layout.executable)
+
+  @functools.cached_property
+  def _shared(self) -> int:
+    """Bytes on one device of arrays that update and sampler both read."""
+    return params_bytes(self.engine.model, self.model).shared
 
   def _compile_workload(
     self, name: str, covered: Sequence[str] = (), skip: Sequence[str] = ()
@@ -212,6 +218,7 @@ class RunPrograms:
     """
     params = self._decode_params
     resident = self.frozen + bytes_per_device((self.state.params, self.state.opt_state))
+    resident -= self._shared  # it is among `params`
     workloads = [self.workloads[x] for x in (name, *covered)]
     found = reachable(self.engine.programs, workloads)
     counts = count_kinds(found.keys() - self._counted)
@@ -249,6 +256,7 @@ class RunPrograms:
     for name, model, read in scorers:
       scorer = make_scorer(model, config.sampling.temperature, batch.parts, batch.head_chunk)
       resident = self.frozen + bytes_per_device((self.state.opt_state, self._decode_params))
+      resident -= self._shared
       # The policy's parameters are in memory too; the program counts what it reads.
       resident += bytes_per_device(params) - bytes_per_device(read)
       arguments = (read, rollouts.for_teacher if name == "teacher" else rollouts)

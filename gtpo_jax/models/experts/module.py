@@ -49,7 +49,7 @@ class Gate(nn.Module):
     """Maps `x` [..., d] to f32[..., outputs]."""
     c = self.config
     shape = (c.width, self.outputs)
-    stored = DTYPES[c.param_dtype]
+    stored = DTYPES[c.matrix_dtype]
     kernel = declare(self, "kernel", MATRIX_INIT, shape, ("embed", "choice"), stored, AxisRoles(1))
     return einsum("...d,de->...e", x, kernel.astype(x.dtype), c.matmul_precision)
 

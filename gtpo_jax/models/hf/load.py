@@ -31,7 +31,7 @@ from gtpo_jax.models.hf.folder import find
 from gtpo_jax.models.hf.weights import read_hf
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.number_formats import quantize
-from gtpo_jax.models.params import Params, declared_params, param_shardings, scale_path
+from gtpo_jax.models.params import Params, abstract_params, declared_params, scale_path
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.distributed import is_first_process
 from gtpo_jax.runtime.errors import UserError, first_line
@@ -90,8 +90,10 @@ def read_params(model: Transformer, folder: Path) -> Params:
   tensors = stored_tensors(folder)
   parts = parts_of(read_json(folder, "config.json"), tensors)
   of_text = {name: tensors[stored] for name, stored in parts.text.items()}
-  for path, x in read_hf(without_lora(model), of_text):
-    replace = replace or _quantizer(model)  # only now, since the sizes in config.json are right
+  plain = without_lora(model)
+  as_stored = dataclasses.replace(plain.config, compute_dtype=model.config.param_dtype)
+  for path, x in read_hf(Transformer(as_stored, model.mesh), of_text):
+    replace = replace or _converter(model)  # only now, since the sizes in config.json are right
     if not bool(finite(x)):
       names.append("/".join(path))
     params |= replace(path, x)
@@ -107,28 +109,30 @@ def _say_once(line: str) -> None:
   print(f"gtpo: {line}", file=sys.stderr, flush=True)
 
 
-def _quantizer(
+def _converter(
   model: Transformer,
 ) -> Callable[[tuple[str, ...], jax.Array], dict[tuple[str, ...], jax.Array]]:
   """Returns a function of a path and a parameter to the stored parameters that replace it.
 
-  It frees a matrix that it quantises.
+  It frees a matrix that it quantises or casts.
   """
-  if not model.config.quantize:
-    return lambda path, x: {path: x}
-  shardings = flatten_dict(param_shardings(model))
+  stored = flatten_dict(abstract_params(model))
   declared = flatten_dict(declared_params(model))
+  quantizes = model.config.quantize
 
   def replace(path: tuple[str, ...], x: jax.Array) -> dict[tuple[str, ...], jax.Array]:
-    scale = scale_path(path)
-    if scale not in declared:
+    paths = [path]
+    if quantizes and scale_path(path) in declared:
+      paths.append(scale_path(path))
+    elif x.dtype == stored[path].dtype:
       return {path: x}
-    paths = (path, scale)
-    quantize_matrix = jax.jit(
-      lambda x: quantize(x, declared[path].last_input, model.config.quantize),
-      out_shardings=tuple(shardings[path] for path in paths),
-    )
-    arrays = jax.block_until_ready(quantize_matrix(x))
+
+    def convert(x: jax.Array) -> list[jax.Array]:
+      arrays = quantize(x, declared[path].last_input, quantizes) if paths[1:] else [x]
+      return [array.astype(stored[path].dtype) for path, array in zip(paths, arrays, strict=True)]
+
+    in_place = jax.jit(convert, out_shardings=[stored[path].sharding for path in paths])
+    arrays = jax.block_until_ready(in_place(x))
     x.delete()
     return dict(zip(paths, arrays, strict=True))
 

@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Sequence
 
 from gtpo_jax.arrays import array_lengths
-from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part
 from gtpo_jax.sampling.dense.cache import DenseCache
@@ -71,7 +70,7 @@ class DenseSizes(CacheSizes):
     if self._one_shape:
       widths, lengths = widths[-1:], lengths[-1:]
     self._serves = settings.demand.serves
-    self.memory = DeviceMemory(cache, settings.demand.memory)
+    self.memory = DeviceMemory(cache, self.memory_left)
     self.prompt_widths = widths
     sequences = sequence_lengths(min(longest_prompt + settings.max_tokens, config.max_length))
     self.widths = {PROMPTS: prefill_widths, SLOTS: sequences if on_cpu else sequences[-1:]}
@@ -177,7 +176,7 @@ class DeviceMemory:
   def __init__(self, cache: DenseCache, limit: int | None):
     """Args:
     cache: the device functions of the cache.
-    limit: bytes; None if unlimited.
+    limit: bytes beside the parameters; None if unlimited.
     """
     self._cache = cache
     self._limit = limit
@@ -186,17 +185,18 @@ class DeviceMemory:
     """Whether the memory holds so many of a shard, and half of the positions again."""
     if self._limit is None:
       return True
-    of_row, of_position, params = self._bytes
-    return params + of_row * rows + 1.5 * of_position * positions <= self._limit
+    of_row, of_position = self._bytes
+    return of_row * rows + 1.5 * of_position * positions <= self._limit
 
   @functools.cached_property
-  def _bytes(self) -> tuple[int, int, int]:
-    """The bytes on a device of a row's states, of the keys and values of a position, and of the
-    parameters. A server asks before each chunk, and shapes take long to evaluate.
+  def _bytes(self) -> tuple[int, int]:
+    """The bytes on a device of a row's states, and of the keys and values of a position.
+
+    A server asks before each chunk, and shapes take long to evaluate.
     """
     model = self._cache.model
     position = StateShapes(self._cache, track_tokens=False).kv(1, 1)
-    return state_bytes(model), bytes_per_device(position), decode_bytes(model)
+    return state_bytes(model), bytes_per_device(position)
 
 
 def with_midpoints(lengths: list[int]) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.sampling.cache import PROMPTS, SLOTS, Part
 from gtpo_jax.sampling.paged.cache import PagedCache
@@ -118,11 +117,11 @@ class PagedSizes(CacheSizes):
     """Returns the number of pages per shard, at most as in `sizes`."""
     if fraction != AUTO:
       return math.ceil(fraction * sizes.pages)
-    if demand.memory is None:
+    if self.memory_left is None:
       return sizes.pages
-    beside = decode_bytes(self.model) + temporary_bytes(self.model, slots, sizes)
+    beside = temporary_bytes(self.model, slots, sizes)
     beside += state_bytes(self.model) * (slots + self._entries(slots, demand))
-    return min((demand.memory - beside) // page_bytes(self._cache), sizes.pages)
+    return min((self.memory_left - beside) // page_bytes(self._cache), sizes.pages)
 
   def describe(self) -> str:
     """Returns how much the cache of a device holds."""
