@@ -219,10 +219,16 @@ def _model(config: Config, devices: Sequence[Any]) -> Transformer:
 def describe_update(config: Config) -> str:
   """Returns one line about what `fit_update` has chosen."""
   count = config.batch.micro_batches
-  return (
+  line = (
     f"updating in {count} micro-batch{'es' * (count > 1)}; the backward pass recomputes "
     f"{RECOMPUTED[config.model.remat]}"
   )
+  if not config.model.lora_rank:
+    return line
+  beside = config.model.quantize or config.sampling.merge_adapters == "never"
+  adapters = "computed beside it" if beside else "merged into the sampler's copy of it"
+  copies = "read by update and sampler" if config.model.base_layout == "apart" else "stacked"
+  return f"{line}; the base is {copies}, and adapters are {adapters}"
 
 
 def micro_batch_counts(config: Config, mesh: dict[str, int]) -> list[int]:

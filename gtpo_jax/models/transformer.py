@@ -203,6 +203,26 @@ class Layer(nn.Module):
     return self.down(hidden), None
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recomputed(layer: Layer, weights: Any, *inputs: Any) -> Any:
+  """Runs a layer whose backward pass recomputes it, once the gradient of its results is there.
+
+  `jax.checkpoint` does not order the two outside of loops, and XLA would recompute many layers, or
+  convert their quantised matrices, before it needs them.
+  """
+  weights, inputs = jax.lax.optimization_barrier((weights, inputs))
+  return layer.apply({"params": weights}, *inputs)
+
+
+def _recompute(layer: Layer, kept: Any, d_results: Any) -> Any:
+  kept, d_results = jax.lax.optimization_barrier((kept, d_results))
+  _, gradients = jax.vjp(lambda weights, *inputs: layer.apply({"params": weights}, *inputs), *kept)
+  return gradients(d_results)
+
+
+_recomputed.defvjp(lambda layer, *kept: (_recomputed(layer, *kept), kept), _recompute)
+
+
 class Repetition(nn.Module):
   """The layers of one repetition of a pattern.
 
@@ -407,9 +427,15 @@ class Transformer(nn.Module):
     statistics = []
     first = 0  # of the stack's layers
     for stack in self.config.stacks:
-      layers = getattr(self, stack.name)
       recorded = None if routes is None else self._of_stack(routes, stack, first)
-      streams, of_stack = layers(streams, masks_by_stream, recorded)
+      if self.config.apart and self.config.remat == "full" and not self.is_initializing():
+        of_layer = (self.variables["params"][stack.name], recorded)
+        weights, recorded = jax.tree.map(lambda x: x[0], of_layer)
+        layer = Layer(self.config, self.mesh, *stack.kinds, parent=None)
+        streams, of_stack = _recomputed(layer, weights, streams, masks_by_stream, recorded)
+        of_stack = jax.tree.map(lambda x: x[None], of_stack)
+      else:
+        streams, of_stack = getattr(self, stack.name)(streams, masks_by_stream, recorded)
       statistics += jax.tree.leaves(of_stack, is_leaf=lambda x: isinstance(x, RouterStatistics))
       first += stack.repetitions * len(stack.kinds)
     of_routers = RouterStatistics.of_layers(statistics) if statistics else None
