@@ -162,6 +162,8 @@ class MemoryModel:
     weights = weight_bytes(c, c.compute_dtype, stored, base.mesh["expert"]) / tensor
     if not c.tied:  # the embedding lookup
       weights += c.vocab_size * c.width * itemsize / tensor
+    if self._can_share(base):
+      weights = 0
     rows = -(-min(slots, max(config.sampling_demand.completions, shards)) // shards)
     kv = self._kv_bytes(tensor)
     completion = self.completion_bytes(tensor)
@@ -185,6 +187,14 @@ class MemoryModel:
     if attention or not gpu:
       return attention != "xla"
     return not triton_refusal(gpu.capability, self.architecture.head_dim)
+
+  def _can_share(self, base: Base) -> bool:
+    """Whether the sampler reads the base itself if memory is short; see `model.base_layout`."""
+    config = self._config
+    divided = math.prod(base.mesh[axis] for axis in ("expert", "fsdp", "context")) > 1
+    merges = not base.quantize and config.sampling.merge_adapters == "always"
+    stays = config.model.base_layout == "stacked" or config.sampling.weights_dtype
+    return bool(config.model.lora_rank and not (divided or merges or stays))
 
   def architecture_of(self, base: Base) -> ModelConfig:
     """Returns the architecture with a format of the base."""
@@ -219,11 +229,13 @@ class MemoryModel:
     shards = math.prod(mesh.values()) // mesh["data"]
     moments = 0 if base.offload or c.lora.rank else 8
     params = weight_bytes(c, c.param_dtype, c.quantize)
-    settings = self._config.resolved_algorithm.settings
-    frozen = params / shards if settings.kl_weight else 0
+    config = self._config
+    settings = config.resolved_algorithm.settings
+    shares = bool(c.lora.rank) and not config.reference.path
+    frozen = params / shards if settings.kl_weight and not shares else 0
     if settings.guide_completions:
       frozen += weight_bytes(c, c.compute_dtype, c.quantize, mesh["expert"]) / mesh["tensor"]
-    if self._config.teacher.is_frozen:
+    if config.teacher.is_frozen and not (c.lora.rank and config.teacher.policy):
       teacher = self._teacher
       frozen += weight_bytes(teacher, teacher.param_dtype, teacher.quantize) / shards
     return (params + moments * matmul_params(c)) / shards + frozen
