@@ -43,7 +43,7 @@ setup(
   install_requires=[
     "jax>=0.10,<0.13",
     "flax>=0.12.8",
-    "optax>=0.2.6",
+    "optax>=0.2.7",
     "orbax-checkpoint>=0.12,<0.13",
     "etils[epath]>=1.10",
     "transformers>=5.21,<6",

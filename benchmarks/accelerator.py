@@ -80,7 +80,7 @@ def measure(preset: str, args: argparse.Namespace, chip: Chip) -> dict[str, Any]
   config = make_config(preset, args)
   model = build_model(config, jax.devices())
   engine = build_engine(config, model)
-  optimizer = run_optimizer(config)
+  optimizer = run_optimizer(config, model)
   state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
   update = run_update(config, model, optimizer)
   rng = np.random.default_rng(0)

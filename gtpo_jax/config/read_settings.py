@@ -80,6 +80,12 @@ READ_IF: Mapping[str, Condition] = {
     lambda c: c.model.lora_rank and not c.model.quantize,
     "sampling.merge_adapters",
   ),
+  **_when(
+    "all weights trained (model.lora_rank = 0), because Muon orthogonalises the update of a whole "
+    "matrix, which a product of two adapters does not have",
+    lambda c: not c.model.lora_rank,
+    "optimizer.name",
+  ),
   **_when("data.chat = True", lambda c: c.data.chat, "data.chat_template_kwargs"),
   **_when(
     "a task in data.train or data.eval",
@@ -162,6 +168,11 @@ READ_IF: Mapping[str, Condition] = {
     warm_start.optimizer.b2 warm_start.optimizer.eps warm_start.optimizer.weight_decay
     warm_start.optimizer.clip_norm warm_start.optimizer.momentum_dtype
     warm_start.optimizer.offload""",
+  ),
+  **_when(
+    "warm_start.steps above 0 and all weights trained (model.lora_rank = 0)",
+    lambda c: c.warm_start.steps and not c.model.lora_rank,
+    "warm_start.optimizer.name",
   ),
   **_when(
     "warm_start.steps above 0 and an empty warm_start.data",

@@ -95,7 +95,7 @@ class Run:
     self._place = place
     self._stopping = stopping
     self._began = time.monotonic()
-    self._optimizer = run_optimizer(config)
+    self._optimizer = run_optimizer(config, parts.worker.model)
     update = run_update(config, parts.worker.model, self._optimizer, parts.worker.teacher)
     self._compiled_update = StoppableProgram(update)
 

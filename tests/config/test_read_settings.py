@@ -26,6 +26,7 @@ DEFAULTS = {
 # What makes the run one that does not read the setting, and a value other than the default.
 SOURCE = {"data.train": "a.jsonl", "data.eval": "b.jsonl"}
 UNREAD_BY = {
+  "optimizer.name": {"model.lora_rank": 2, "algorithm.tis_cap": 2.0},
   "model.random_weights": {"model.path": "m"},
   "data.chat_template_kwargs": {"data.chat": False},
   "data.terms": SOURCE,
@@ -67,6 +68,8 @@ CHANGED = {
   "teacher.prompt": "{prompt}!",
   "distill.credit": "entropy",
   "distill.divergence": "jsd",
+  "optimizer.name": "muon",
+  "warm_start.optimizer.name": "muon",
   "warm_start.optimizer.schedule": "linear",
   "warm_start.optimizer.momentum_dtype": "bfloat16",
   "env.parser": "hermes",
