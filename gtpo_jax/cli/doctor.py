@@ -29,6 +29,7 @@ OPTIONAL = {  # distribution: (purpose, the extra of gtpo_jax that installs it)
   "langdetect": ("languages in problems of kind constraints", "constraints"),
   "nltk": ("sentences in problems of kind constraints", "constraints"),
   "wandb": ("log.wandb", "wandb"),
+  "trackio": ("log.trackio", "trackio"),
   "openai": ("a judge (reward.judge), agents (env.agent)", "judge"),
   "uvicorn": ("gtpo serve", "serve"),
   "starlette": ("gtpo serve", "serve"),

@@ -52,6 +52,7 @@ _ELSEWHERE: Mapping[str, str] = {
   "model.remat": "enable_gradient_checkpointing gradient_checkpointing",
   "optimizer.b1": "adam_beta1",
   "optimizer.b2": "adam_beta2",
+  "optimizer.name": "optim optimizer_type",
   "optimizer.clip_norm": "grad_clip max_grad_norm",
   "optimizer.learning_rate": "lr",
   "optimizer.schedule": "lr_scheduler_type",
@@ -70,7 +71,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "gradient_accumulation_steps ppo_micro_batch_size ppo_micro_batch_size_per_gpu"
   ),
   "steps: a run counts updates, not passes over the data": "num_train_epochs total_epochs",
-  "log.tensorboard and log.wandb": "logger logging_steps report_to",
+  "log.tensorboard, log.wandb and log.trackio": "logger logging_steps report_to",
   "the command line's --workdir": "default_local_dir experiment_name output_dir run_name",
   "gtpo export --workdir=DIR --push=OWNER/NAME": "hub_model_id push_to_hub",
   "the same command again": "resume_from_checkpoint resume_mode",

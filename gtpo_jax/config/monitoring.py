@@ -83,6 +83,8 @@ class LogSection:
     tensorboard: write TensorBoard's event files into WORKDIR.
     wandb: the Weights & Biases project to log to (needs `pip install wandb`); "" for none.
       WANDB_MODE=offline writes only to WORKDIR/wandb.
+    trackio: the Trackio project to log to (needs `pip install trackio`); "" for none. It stays on
+      this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says otherwise.
     samples: completions per step written to WORKDIR/samples.jsonl.
     credit_every: steps between records of token-level credit (WORKDIR/credit, for `gtpo report`);
       the first and the last step are recorded too; 0 for no records.
@@ -92,6 +94,7 @@ class LogSection:
 
   tensorboard: bool = True
   wandb: str = ""
+  trackio: str = ""
   samples: int = setting(4, bound=at_least(0))
   credit_every: int = setting(10, bound=at_least(0))
   credit_groups: int = setting(4, bound=at_least(1))

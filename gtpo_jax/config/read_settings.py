@@ -38,7 +38,7 @@ warm_start.steps
 eval.every eval.problems eval.samples eval.batch eval.temperature
 checkpoint.every checkpoint.keep checkpoint.best checkpoint.accept_changes
 guards.skipped guards.stall_s
-log.tensorboard log.wandb log.samples log.credit_every
+log.tensorboard log.wandb log.trackio log.samples log.credit_every
 profile.steps
 """
 ALWAYS = frozenset(_ALWAYS.split())

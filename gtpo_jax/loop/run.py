@@ -26,7 +26,7 @@ from gtpo_jax.logs.profile import compile_count, trace_window
 from gtpo_jax.logs.sessions import SessionRecord
 from gtpo_jax.logs.spool import Logs
 from gtpo_jax.logs.summary import describe_run, summarize, without_other_evaluations
-from gtpo_jax.logs.trackers import WeightsAndBiases
+from gtpo_jax.logs.trackers import make_trackers
 from gtpo_jax.logs.truth import batch_truth
 from gtpo_jax.loop.evaluations import Evaluations
 from gtpo_jax.loop.guards import Guards
@@ -153,7 +153,7 @@ class Run:
     folder = self._place.logs.folder
     say = self.display.say
     self._parts.reward_manager.grader.use_cache(folder)
-    further = lambda: [WeightsAndBiases(folder, config, workdir.name, say)] if log.wandb else []
+    further = lambda: make_trackers(folder, config, workdir.name, say)
     self._journal = Journal(folder, start, log.tensorboard, further, log.samples, say)
     if is_first_process():
       keeps = lambda step: log.keeps_credit(step, config.steps)
