@@ -49,6 +49,8 @@ class CheckpointSection:
   Attributes:
     every: steps between checkpoints; the last step is always saved.
     keep: how many of the newest checkpoints to keep.
+    export_every: steps between Hugging Face folders, WORKDIR/exports/STEP, of which the newest
+      `keep` are kept; 0 for none.
     best: also keep the parameters of the best evaluation (by mean@n), in WORKDIR/best.
     accept_changes: resume a run even if its config, its data or its frozen policies changed; the
       changes are printed.
@@ -56,6 +58,7 @@ class CheckpointSection:
 
   every: int = setting(10, bound=at_least(1))
   keep: int = setting(2, bound=at_least(1))
+  export_every: int = setting(0, bound=at_least(0))
   best: bool = False
   accept_changes: bool = False
 

@@ -36,7 +36,7 @@ optimizer.learning_rate optimizer.schedule optimizer.warmup_steps optimizer.b1 o
 optimizer.eps optimizer.weight_decay optimizer.clip_norm optimizer.momentum_dtype optimizer.offload
 warm_start.steps
 eval.every eval.problems eval.samples eval.batch eval.temperature
-checkpoint.every checkpoint.keep checkpoint.best checkpoint.accept_changes
+checkpoint.every checkpoint.keep checkpoint.export_every checkpoint.best checkpoint.accept_changes
 guards.skipped guards.stall_s
 log.tensorboard log.wandb log.trackio log.samples log.credit_every
 profile.steps

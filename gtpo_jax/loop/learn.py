@@ -185,6 +185,7 @@ def learn(run: Run) -> Generator[Step, None, Result]:
     run.log(step, metrics, batch)
     if step % every == 0 and not run.guards.skipped:
       run.save(state)
+    run.export_if_due(state)
     if evaluation := run.evaluations.if_due(state):
       run.display.say("  " + one_line(batch.first_completion(0)))
     yield Step(step, metrics | evaluation, batch, TrainedPolicy(run.worker, state.params))

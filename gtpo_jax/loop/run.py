@@ -263,6 +263,32 @@ class Run:
     if wait:
       self._checkpoints.wait()
 
+  def export_if_due(self, state: TrainState) -> None:
+    """Writes the policy as a Hugging Face folder every `checkpoint.export_every` steps.
+
+    A resumed run replaces the folders of the steps that it repeats.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    section = self.config.checkpoint
+    step = int(state.step)
+    if not self._place.keep or not section.export_every or step % section.export_every:
+      return
+    exports = epath.Path(self._place.folder) / "exports"
+    if is_first_process() and exports.exists():
+      for entry in exports.iterdir():
+        if entry.name.isdecimal() and int(entry.name) >= step:
+          entry.rmtree()
+    out = exports / str(step)
+    with phase("saving"):
+      TrainedPolicy(self.worker, state.params).save(out)
+    if is_first_process():
+      written = [entry for entry in exports.iterdir() if entry.name.isdecimal()]
+      for entry in sorted(written, key=lambda entry: int(entry.name))[: -section.keep]:
+        entry.rmtree()
+    self.display.say(f"step {step} is exported to {str(out)!r}")
+
   def saved_error(self, error: FunctionError) -> FunctionError:
     """Saves the state and returns the error, with what is saved added to its message."""
     self.save(self.state)
