@@ -96,6 +96,14 @@ def load_config(workdir: Path) -> Config:
   return freeze_recorded(_read_config(workdir))
 
 
+def recorded_date(workdir: Path) -> str:
+  """Returns the `data.date` of the run in a workdir; "" if there is none."""
+  try:
+    return load_config(workdir).data.date
+  except UserError:  # `claim` reports a damaged config
+    return ""
+
+
 def has_base(workdir: Path) -> bool:
   """Whether a complete base model is saved in WORKDIR/base."""
   return _has_steps(workdir / "base")

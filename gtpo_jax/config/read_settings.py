@@ -86,7 +86,7 @@ READ_IF: Mapping[str, Condition] = {
     lambda c: not c.model.lora_rank,
     "optimizer.name",
   ),
-  **_when("data.chat = True", lambda c: c.data.chat, "data.chat_template_kwargs"),
+  **_when("data.chat = True", lambda c: c.data.chat, "data.chat_template_kwargs data.date"),
   **_when(
     "a task in data.train or data.eval",
     lambda c: any(name in TASKS for name in _names(c)),

@@ -29,6 +29,7 @@ UNREAD_BY = {
   "optimizer.name": {"model.lora_rank": 2, "algorithm.tis_cap": 2.0},
   "model.random_weights": {"model.path": "m"},
   "data.chat_template_kwargs": {"data.chat": False},
+  "data.date": {"data.chat": False},
   "data.terms": SOURCE,
   "data.largest": SOURCE,
   "sampling.page_size": {"sampling.attention": "xla"},
@@ -51,6 +52,7 @@ UNREAD_BY = {
 }
 CHANGED = {
   "data.chat_template_kwargs": '{"a": 1}',
+  "data.date": "2026-11-29",
   "model.lora_targets": "q",
   "model.quantize": "int8",
   "sampling.page_size": 16,
