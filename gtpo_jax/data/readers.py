@@ -22,6 +22,7 @@ import numpy as np
 from etils import epath
 
 from gtpo_jax.rewards.gym.rows import rows as gym_rows
+from gtpo_jax.runtime.busy_hub import HubBusy, patiently
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.files import printable
 from gtpo_jax.runtime.installing import install_command
@@ -298,7 +299,9 @@ def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
     raise UserError(f"{name!r} needs the datasets library: {install_command('data')}") from error
   dataset, config, split = _parse(name, HUGGING_FACE)
   try:
-    rows = datasets.load_dataset(dataset, config, split=split)
+    rows = patiently(name, lambda: datasets.load_dataset(dataset, config, split=split))
+  except HubBusy:
+    raise
   except Exception as error:  # the hub, the builder and the disk raise many types
     reason = " ".join(str(error).split())  # its second line names the configs that exist
     raise UserError(

@@ -86,7 +86,9 @@ def test_a_run_keeps_the_date_of_its_start(folder, tmp_path):
     find_served(workdir, None, ServingLimits(16, 16)),
   ):
     assert prompt(source.worker) == "03 Feb 2020 hi:"
-  assert prompt(find_policy(folder, None, other).worker).startswith(f"{datetime.date.today():%d %b %Y}")
+  assert prompt(find_policy(folder, None, other).worker).startswith(
+    f"{datetime.date.today():%d %b %Y}"
+  )
 
 
 @pytest.mark.slow
