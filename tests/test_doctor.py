@@ -98,6 +98,18 @@ def test_jax_does_not_start(platforms, advice, monkeypatch, capsys):
   assert advice in last
 
 
+def test_what_joining_the_other_hosts_needs(monkeypatch, capsys):
+  monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a-0,a-1")
+  monkeypatch.setenv("TPU_WORKER_ID", "1")
+  status, lines, _ = examine(capsys)
+  assert status == 0 and "GKE, process 1 of 2; gtpo train" in lines["launcher"]
+  assert "the first one at a-0:8482; firewalls often open 8476 and not" in lines["to"]
+  monkeypatch.setenv("MEGASCALE_SLICE_ID", "3")
+  status, lines, out = examine(capsys)
+  assert status == 1 and "MEGASCALE_SLICE_ID must be in [0, " in lines["launcher"]
+  assert out.splitlines()[-1] == "not ready: change what the line launcher names"
+
+
 def test_the_last_line_is_a_command_of_the_program_that_was_started(capsys):
   doctor.examine("/opt/gtpo/bin/gtpo")
   last = capsys.readouterr().out.splitlines()[-1]
