@@ -61,6 +61,14 @@ def test_missing_optional_packages_are_listed_with_their_purpose(monkeypatch, ca
     assert "not installed; for " in lines[package]
 
 
+def test_an_extra_of_many_packages_is_named(monkeypatch, capsys):
+  lines = [f'package{i}; extra == "dev"' for i in range(27)]
+  install(monkeypatch, "torch")
+  monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["jax>=0.10", *lines])
+  line = examine(capsys)[1]["torch"]
+  assert line.endswith("not installed; for parity tests: in a clone, pip install -e '.[dev]'")
+
+
 def test_an_accelerator_that_jax_does_not_use(monkeypatch, capsys, tmp_path):
   (tmp_path / "nvidia0").touch()
   accelerators = {
