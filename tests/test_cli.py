@@ -138,8 +138,8 @@ def test_eval_warns_of_completions_that_are_cut_off(finished_run, capsys):
   assert cli.main([*args, "--config.eval.samples=1"]) == 0
   last = capsys.readouterr().out.splitlines()[-1]
   assert re.fullmatch(
-    r"warning: \d+% of the completions were cut off at sampling.max_tokens = 2, and count as wrong; "
-    r"raise it, with --config.sampling.max_tokens=4 for example",
+    r"warning: \d+% of the completions were cut off at sampling.max_tokens = 2, and count as "
+    r"wrong; raise it, with --config.sampling.max_tokens=4 for example",
     last,
   )
 
