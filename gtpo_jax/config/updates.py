@@ -194,7 +194,7 @@ def _fit_base(config: Config, devices: Sequence[Any], memory: int | None) -> Con
   if memory is not None:
     mesh = sampling_mesh(model.mesh, model.config.kv_heads, *model.config.mlps)
     copy = params_bytes(Transformer(model.config, mesh), model).copied
-    state = bytes_per_device(abstract_state(model, run_optimizer(config)))
+    state = bytes_per_device(abstract_state(model, run_optimizer(config, model)))
     left = memory * (1 - _reserve(model)) - state - frozen_bytes(config, model, None)
     short = 2 * copy > left
   if layout == AUTO:
