@@ -25,7 +25,14 @@ from gtpo_jax.logs.journal import Journal
 from gtpo_jax.logs.profile import compile_count, trace_window
 from gtpo_jax.logs.sessions import SessionRecord
 from gtpo_jax.logs.spool import Logs
-from gtpo_jax.logs.summary import describe_run, summarize, without_other_evaluations
+from gtpo_jax.logs.summary import (
+  corrected,
+  describe_expected,
+  describe_run,
+  expected_of,
+  summarize,
+  without_other_evaluations,
+)
 from gtpo_jax.logs.trackers import make_trackers
 from gtpo_jax.logs.truth import batch_truth
 from gtpo_jax.loop.evaluations import Evaluations
@@ -47,6 +54,7 @@ from gtpo_jax.runtime.resource_limits import return_freed_memory
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.state import TrainState, init_state
 
+MEASURED_STEPS = 3  # after which the expected time is corrected
 PRINT_EVERY = 5  # steps between lines of a plain log
 
 
@@ -110,9 +118,13 @@ class Run:
     worker, folder, say = self.worker, self._place.folder, self.display.say
     for line in describe_run(config, worker):
       say(line)
+    self._expected = expected_of(config, worker)
+    self._step_seconds: list[float] = []
     self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
     untrained = functools.partial(frozen_params, folder, worker.model, config.model.path)
     saved = self._checkpoints.restore(worker.model, self._optimizer, say, untrained)
+    if self._expected:
+      say(describe_expected(self._expected, config, int(saved.state.step) if saved else 0))
     if saved:
       state = saved.state
       say(f"resumed at step {int(state.step)} of {config.steps} from {folder}")
@@ -230,6 +242,11 @@ class Run:
     log = self.config.log
     line = step == self._printed_from or step % PRINT_EVERY == 0
     self.display.step(step, metrics, batch.first_completion(0), line=line)
+    self._step_seconds.append(metrics["time/step"])
+    if self._expected and len(self._step_seconds) == MEASURED_STEPS and step < self.config.steps:
+      # The first step, and any that uses a new program, also compiles.
+      seconds = min(self._step_seconds)
+      self.display.say(corrected(self._expected, self.config, step, seconds))
     self._journal.write(step, metrics)
     for i in range(min(log.samples, len(batch.problems))):
       episodes = batch.episodes[i]
