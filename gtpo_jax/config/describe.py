@@ -1,6 +1,6 @@
 """What every field of a config is for, read from the declarations, for terminal and site.
 
-And what settings of TRL, verl and Tunix are called here, as in docs/from_trl.md.
+And what settings of TRL, verl and Tunix are called here, as in docs/from_trl.md and from_verl.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ELSEWHERE: Mapping[str, str] = {
   "algorithm.overlong_buffer": "len",
   "algorithm.overlong_filter": "mask_truncated_completions",
   "algorithm.ratio": "importance_sampling_level",
-  "algorithm.tis_cap": "vllm_importance_sampling_correction",
+  "algorithm.tis_cap": "vllm_importance_sampling_correction rollout_is_threshold",
   "batch.epochs": "num_iterations ppo_epochs",
   "batch.group": "n num_generations rollout_n",
   "batch.minibatches": "ppo_mini_batch_size steps_per_generation",
@@ -57,6 +57,11 @@ _ELSEWHERE: Mapping[str, str] = {
   "optimizer.learning_rate": "lr",
   "optimizer.schedule": "lr_scheduler_type",
   "optimizer.warmup_steps": "lr_warmup_steps warmup_ratio",
+  "optimizer.offload": "optimizer_offload",
+  "batch.pack": "use_remove_padding",
+  "algorithm.entropy_coef": "entropy_coeff",
+  "checkpoint.export_every": "save_contents",
+  "teacher.path": "teacher_model_name_or_path",
   "reference.path": "ref_model",
   "reward.parts": "reward_weights",
   "reward.verifier": "custom_reward_function reward_funcs",
