@@ -274,6 +274,8 @@ def forbidden_changes(saved: Config, now: Config) -> list[str]:
   """
   changes = []
   for key, (old, new) in difference(saved, now).items():
+    if key == "data.date" and not old:  # a version before 0.5 did not record it
+      continue
     may_change = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
     reasons = [fixed.reason for fixed in FIXED if key in fixed.fields and fixed.applies(saved)]
     if may_change and not reasons:

@@ -78,7 +78,13 @@ def test_a_run_keeps_the_date_of_its_start(folder, tmp_path):
   assert train(2) == []
   assert load_config(workdir).data.date == "2020-02-03"
   with pytest.raises(UserError, match=r"data.date was '2020-02-03', now '2021-01-01'"):
-    train(3, **{"data.date": "2021-01-01"})
+    train(2, **{"data.date": "2021-01-01"})
+  del config["data"]["date"]  # as an earlier version wrote it
+  (workdir / "config.json").write_text(json.dumps(config))
+  (line,) = train(3)
+  assert load_config(workdir).data.date in line
+  config["data"]["date"] = "2020-02-03"
+  (workdir / "config.json").write_text(json.dumps(config))
   other = config_of(**{"model.path": str(folder), "sampling.max_tokens": 8})
   for source in (
     find_policy(workdir, None),
