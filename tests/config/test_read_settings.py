@@ -55,6 +55,8 @@ CHANGED = {
   "data.date": "2026-11-29",
   "model.lora_targets": "q",
   "model.quantize": "int8",
+  "model.base_layout": "apart",
+  "sampling.merge_adapters": "never",
   "sampling.page_size": 16,
   "sampling.cache_fraction": 0.5,
   "sampling.weights_dtype": "int8",
