@@ -43,7 +43,7 @@ setup(
   install_requires=[
     "jax>=0.10,<0.13",
     "flax>=0.12.8",
-    "optax>=0.2.6",
+    "optax>=0.2.7",
     "orbax-checkpoint>=0.12,<0.13",
     "etils[epath]>=1.10",
     "transformers>=5.21,<6",
@@ -79,6 +79,7 @@ setup(
     ],
     "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # rg:NAME as a source
     "wandb": ["wandb>=0.31"],  # log.wandb
+    "trackio": ["trackio>=0.43"],  # log.trackio
     "judge": ["openai>=2"],  # reward.judge
     "serve": ["starlette>=1.0,<2", "uvicorn>=0.40"],  # gtpo serve
     "tinker": ["starlette>=1.0,<2", "uvicorn>=0.40", "protobuf>=5"],  # gtpo tinker
@@ -97,6 +98,7 @@ setup(
       "datasets>=4",
       "httpx2>=2.16",  # sends requests in tests of gtpo serve
       "wandb>=0.31",
+      "trackio>=0.43",  # brings pandas
       "starlette>=1.0,<2",
       "uvicorn>=0.40",
       "openai>=2",  # judges, agents, and a client of gtpo serve

@@ -27,9 +27,9 @@ import jax
 from measuring import median_seconds, show, store, versions
 
 from gtpo_jax.arrays import Rewards
-from gtpo_jax.cli.planning.estimates import sample_seconds, update_flops
 from gtpo_jax.cli.planning.run_programs import build_engine, build_model
 from gtpo_jax.config import Config, default_config, freeze
+from gtpo_jax.config.roofline import sample_seconds, update_flops
 from gtpo_jax.config.updates import run_optimizer, run_update
 from gtpo_jax.models import PRESETS, init_params
 from gtpo_jax.models.params import matmul_params
@@ -80,7 +80,7 @@ def measure(preset: str, args: argparse.Namespace, chip: Chip) -> dict[str, Any]
   config = make_config(preset, args)
   model = build_model(config, jax.devices())
   engine = build_engine(config, model)
-  optimizer = run_optimizer(config)
+  optimizer = run_optimizer(config, model)
   state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
   update = run_update(config, model, optimizer)
   rng = np.random.default_rng(0)

@@ -90,7 +90,7 @@ def open_folder(name: str | None) -> Iterator[str]:
 def initial_state(config: configs.Config) -> TrainState:
   """Returns the training state of a config, with random weights and moments."""
   model = build_model(config, jax.devices())
-  state = init_state(init_params(model, jax.random.key(0)), run_optimizer(config), model)
+  state = init_state(init_params(model, jax.random.key(0)), run_optimizer(config, model), model)
   noise = jax.jit(
     lambda x: jax.random.normal(jax.random.key(0), x.shape, x.dtype), donate_argnums=0
   )

@@ -39,7 +39,29 @@ def _split(path):
   return is_api, "datasets/" * dataset + "/".join(parts[:2]), parts[2:]
 
 
-def _handler(stored, cut):
+class Busy:
+  """Answers of a busy hub.
+
+  Args:
+    times: how many requests it refuses; more are answered.
+    status: 429 or 503.
+    headers: of the answer, such as {"Retry-After": "1"}.
+  """
+
+  def __init__(self, times, status=429, headers=None):
+    self.left = times
+    self.status = status
+    self.headers = headers or {}
+    self.served = []  # the paths of answered requests for files
+    self._lock = threading.Lock()
+
+  def refuses(self):
+    with self._lock:
+      self.left -= 1
+      return self.left >= 0
+
+
+def _handler(stored, cut, busy):
   class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -60,6 +82,11 @@ def _handler(stored, cut):
 
     def do_GET(self):
       url = urlsplit(self.path)
+      if busy and busy.refuses():
+        self.reply(busy.status, b"{}", **busy.headers)
+        return
+      if busy and self.command == "GET":
+        busy.served.append(url.path)
       is_api, name, rest = _split(url.path)
       files = stored.get(name)
       if files is None:
@@ -126,14 +153,14 @@ def _handler(stored, cut):
 
 
 @contextlib.contextmanager
-def hub(stored, cut=None):
+def hub(stored, cut=None, busy=None):
   """Serves {"owner/name" or "datasets/owner/name": {path: content}}; yields its address.
 
   Programs use it with the variables `HF_ENDPOINT`, and `HF_TOKEN` to push. Files named in `cut`,
   {name: []}, end in the middle if they are asked for from the start; the ranges that were asked for
-  are appended to their lists.
+  are appended to their lists. `busy` refuses requests.
   """
-  server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(stored, cut or {}))
+  server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(stored, cut or {}, busy))
   threading.Thread(target=server.serve_forever, daemon=True).start()
   try:
     yield f"http://127.0.0.1:{server.server_port}"

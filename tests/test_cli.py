@@ -13,7 +13,7 @@ import threading
 import time
 
 import pytest
-from command_line import ROOT, SMALL, command_line, environment, gtpo, quick_command_line
+from command_line import ROOT, SMALL, TRAIN, command_line, environment, gtpo, quick_command_line
 
 from gtpo_jax import cli
 from gtpo_jax.logs.log_files import read_jsonl
@@ -128,6 +128,26 @@ def test_eval_prints_and_writes_json(finished_run, tmp_path, capsys):
   printed = capsys.readouterr().out
   assert f"{data}: 10 problems of 10 rows" in printed and "eval/sums/pass@4" in printed
   assert "8 of them are evaluated (eval.problems)" in printed
+  cut_off = numbers["eval/sums/cut_off"]
+  warned = "were cut off at sampling.max_tokens" in printed
+  assert warned == (cut_off > 0.2)
+
+
+def test_eval_warns_of_completions_that_are_cut_off(finished_run, capsys):
+  args = ["eval", f"--model={finished_run[0]}", "--config.sampling.max_tokens=2"]
+  assert cli.main([*args, "--config.eval.samples=1"]) == 0
+  last = capsys.readouterr().out.splitlines()[-1]
+  assert re.fullmatch(
+    r"warning: \d+% of the completions were cut off at sampling.max_tokens = 2, and count as "
+    r"wrong; raise it, with --config.sampling.max_tokens=4 for example",
+    last,
+  )
+
+
+@pytest.mark.slow
+def test_plan_makes_the_virtual_devices_it_plans_for():
+  done = gtpo("plan", *TRAIN[1:], "--topology=cpu:2")
+  assert done.returncode == 0 and "fits" in done.stdout, done.stderr
 
 
 @pytest.mark.slow

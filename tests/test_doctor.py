@@ -61,6 +61,14 @@ def test_missing_optional_packages_are_listed_with_their_purpose(monkeypatch, ca
     assert "not installed; for " in lines[package]
 
 
+def test_an_extra_of_many_packages_is_named(monkeypatch, capsys):
+  lines = [f'package{i}; extra == "dev"' for i in range(27)]
+  install(monkeypatch, "torch")
+  monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["jax>=0.10", *lines])
+  line = examine(capsys)[1]["torch"]
+  assert line.endswith("not installed; for parity tests: in a clone, pip install -e '.[dev]'")
+
+
 def test_an_accelerator_that_jax_does_not_use(monkeypatch, capsys, tmp_path):
   (tmp_path / "nvidia0").touch()
   accelerators = {
@@ -96,6 +104,18 @@ def test_jax_does_not_start(platforms, advice, monkeypatch, capsys):
   assert lines["devices"].endswith("JAX does not start: Unable to initialize backend")
   assert last.startswith("not ready: ")
   assert advice in last
+
+
+def test_what_joining_the_other_hosts_needs(monkeypatch, capsys):
+  monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a-0,a-1")
+  monkeypatch.setenv("TPU_WORKER_ID", "1")
+  status, lines, _ = examine(capsys)
+  assert status == 0 and "GKE, process 1 of 2; gtpo train" in lines["launcher"]
+  assert "the first one at a-0:8482; firewalls often open 8476 and not" in lines["to"]
+  monkeypatch.setenv("MEGASCALE_SLICE_ID", "3")
+  status, lines, out = examine(capsys)
+  assert status == 1 and "MEGASCALE_SLICE_ID must be in [0, " in lines["launcher"]
+  assert out.splitlines()[-1] == "not ready: change what the line launcher names"
 
 
 def test_the_last_line_is_a_command_of_the_program_that_was_started(capsys):

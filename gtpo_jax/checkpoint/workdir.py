@@ -96,6 +96,14 @@ def load_config(workdir: Path) -> Config:
   return freeze_recorded(_read_config(workdir))
 
 
+def recorded_date(workdir: Path) -> str:
+  """Returns the `data.date` of the run in a workdir; "" if there is none."""
+  try:
+    return load_config(workdir).data.date
+  except UserError:  # `claim` reports a damaged config
+    return ""
+
+
 def has_base(workdir: Path) -> bool:
   """Whether a complete base model is saved in WORKDIR/base."""
   return _has_steps(workdir / "base")
@@ -266,6 +274,8 @@ def forbidden_changes(saved: Config, now: Config) -> list[str]:
   """
   changes = []
   for key, (old, new) in difference(saved, now).items():
+    if key == "data.date" and not old:  # a version before 0.5 did not record it
+      continue
     may_change = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
     reasons = [fixed.reason for fixed in FIXED if key in fixed.fields and fixed.applies(saved)]
     if may_change and not reasons:

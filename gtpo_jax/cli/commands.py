@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -165,6 +166,8 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo plan`."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # no accelerator is used, even if there is one
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns that no GPU can time kernels
+  if cpus := re.fullmatch(r"cpu:([1-9]\d*)", args.topology):
+    os.environ["JAX_NUM_CPU_DEVICES"] = cpus[1]
   prepare_jax()
   from gtpo_jax import config as configs
   from gtpo_jax.cli.planning import plan as planning

@@ -29,6 +29,7 @@ OPTIONAL = {  # distribution: (purpose, the extra of gtpo_jax that installs it)
   "langdetect": ("languages in problems of kind constraints", "constraints"),
   "nltk": ("sentences in problems of kind constraints", "constraints"),
   "wandb": ("log.wandb", "wandb"),
+  "trackio": ("log.trackio", "trackio"),
   "openai": ("a judge (reward.judge), agents (env.agent)", "judge"),
   "uvicorn": ("gtpo serve", "serve"),
   "starlette": ("gtpo serve", "serve"),
@@ -44,15 +45,18 @@ def examine(program: str = "gtpo") -> int:
     program: the command that starts gtpo here.
   """
   _print_machine()
+  launch_ok = _print_launcher()  # on a TPU host, JAX may wait for the other hosts
   packages_ok = _print_packages()
   if not _print_devices():
     return 1
   _print_compiler()
-  if packages_ok:
+  if not launch_ok:
+    print("not ready: change what the line launcher names")
+  elif packages_ok:
     print(f"ready: {program} train --config=tiny --workdir=runs/tiny")
   else:
     print("not ready: run the pip commands above")
-  return 0 if packages_ok else 1
+  return 0 if packages_ok and launch_ok else 1
 
 
 def _line(name: str, value: str) -> None:
@@ -109,7 +113,6 @@ def _print_devices() -> bool:
     return False
   backend = jax.default_backend()
   processes = jax.process_count()
-  _print_launcher()
   _line(
     "devices", f"{len(devices)} x {devices[0].device_kind} ({backend}), {processes} process(es)"
   )
@@ -130,15 +133,21 @@ def _print_devices() -> bool:
   return True
 
 
-def _print_launcher() -> None:
-  """Prints which launcher started this process as one of several, or why it cannot join them."""
+def _print_launcher() -> bool:
+  """Prints which launcher started this process as one of several, and what joining them needs.
+
+  Returns whether the launcher's variables agree.
+  """
   try:
     launch = find_launch()
   except (UserError, RunError) as error:
     _line("launcher", str(error))
-    return
+    return False
   if launch:
     _line("launcher", f"{launch}; gtpo train, eval and export join the others, doctor does not")
+  if launch and launch.count > 1:
+    _line("to join", launch.advice())
+  return True
 
 
 def _print_compiler() -> None:

@@ -18,6 +18,7 @@ from gtpo_jax.runtime.paths import is_remote
 def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo eval`."""
   from gtpo_jax import config as configs
+  from gtpo_jax.logs.summary import MUCH
   from gtpo_jax.loop.evaluation.evaluate import evaluate_run
   from gtpo_jax.models.hf.folder import find, is_hf_folder
   from gtpo_jax.rollout.policies import find_policy
@@ -77,6 +78,13 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   if args.completions:
     write(args.completions, "".join(json.dumps(row) + "\n" for row in result.rows()))
   _print_summary(summary)
+  cut_off = 1 - result.sampled.finished.mean()
+  if cut_off > MUCH:
+    print(
+      f"warning: {cut_off:.0%} of the completions were cut off at sampling.max_tokens = "
+      f"{config.sampling.max_tokens}, and count as wrong; raise it, with "
+      f"--config.sampling.max_tokens={2 * config.sampling.max_tokens} for example"
+    )
   return 0
 
 

@@ -15,6 +15,7 @@ from gtpo_jax.config.resolve import (
   recorded_routes,
   resolve_model,
   with_compute_dtype,
+  with_date,
 )
 from gtpo_jax.config.run_config import Config, flatten, resolved_dict, to_dict
 from gtpo_jax.config.sections import AlgorithmSection, MeshSection, ModelSection, SamplingSection
@@ -42,4 +43,5 @@ __all__ = [
   "resolved_dict",
   "to_dict",
   "with_compute_dtype",
+  "with_date",
 ]

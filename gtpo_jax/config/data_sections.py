@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
+import re
 from typing import ClassVar
 
-from gtpo_jax.data.chat_template import Variables, check_variables
+from gtpo_jax.data.chat_template import CLOCK, Variables, check_variables
 from gtpo_jax.data.tasks import FILLER, TASKS, Task, make_task
 from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.environments.parsers import PARSERS
@@ -39,6 +41,15 @@ IMITATION_OPTIMIZER = OptimizerConfig(
 )
 
 
+def _names(text: str) -> list[str]:
+  """Splits a text at the commas outside double quotes."""
+  return [part.strip() for part in re.split(r',(?=(?:[^"]*"[^"]*")*[^"]*$)', text)]
+
+
+def _unquoted(name: str) -> str:
+  return name[1:-1] if len(name) > 1 and name[0] == name[-1] == '"' else name
+
+
 def _refuse_constant(name: str) -> None:
   raise ValueError(f"{name} is no value of JSON")
 
@@ -50,7 +61,8 @@ class DataSection:
   Attributes:
     train: a task ("sums", "countdown", "forks", "forks_confident", "sentences", "constraints") or a
       source: a .jsonl or .parquet file or a folder of them, hf:ID, tfds:NAME, rg:NAME; several
-      sources with weights as "a.jsonl*2,b.parquet*1".
+      sources with weights as "a.jsonl*2,b.parquet*1"; in double quotes, a path may have a comma or
+      a star.
     eval: a task, evaluated on its held-out part, or a source; "" for what is held out of `train`,
       of a source a tenth. Several, separated by commas, get equal shares of `eval.problems`.
     fields: the columns of a source, such as "prompt=instruction,answer=output,kind=math"; "" for
@@ -62,6 +74,8 @@ class DataSection:
     chat: apply the chat template; False uses the plain text, for base models.
     chat_template_kwargs: what the template reads besides a conversation, as JSON, such as
       '{"enable_thinking": false}'; "" for nothing.
+    date: the day that the chat template calls today, such as "2026-11-29"; "" for the day on which
+      the run starts. A run keeps it when it is resumed, evaluated, sampled and served.
     terms: difficulty of a task: additions (sums), numbers (countdown) or pairs of digits (forks) in
       a problem; 0 for the task's default.
     largest: difficulty of a task: the largest addend, number or digit; 0 for the task's default.
@@ -80,6 +94,7 @@ class DataSection:
   template: str = "{prompt}"
   chat: bool = True
   chat_template_kwargs: str = ""
+  date: str = ""
   terms: int = setting(0, bound=at_least(0))
   largest: int = setting(0, bound=at_least(0))
   filler: int = setting(FILLER, bound=at_least(0))
@@ -97,10 +112,18 @@ class DataSection:
         f"data.chat_template_kwargs {reason}, got {self.chat_template_kwargs!r:.80}"
       ) from None
 
+    try:
+      datetime.date.fromisoformat(self.date or "2000-01-01")
+    except ValueError:
+      raise UserError(f"data.date must be a day such as 2026-11-29, got {self.date!r}") from None
+
   @property
   def template_variables(self) -> Variables:
     """What the chat template reads besides a conversation."""
-    return json.loads(self.chat_template_kwargs or "{}")
+    variables = json.loads(self.chat_template_kwargs or "{}")
+    if self.date:
+      variables[CLOCK] = self.date
+    return variables
 
   @property
   def sources(self) -> list[tuple[str, float]]:
@@ -109,17 +132,18 @@ class DataSection:
     Raises:
       UserError: `train` cannot be parsed.
     """
-    if len(parts := self.train.split(",")) == 1 and "*" not in self.train:
-      return [(self.train, 1.0)]
-    pairs = [part.strip().rpartition("*") for part in parts]
+    parts = _names(self.train)
+    if len(parts) == 1 and "*" not in parts[0].rpartition('"')[2]:
+      return [(_unquoted(parts[0]), 1.0)]
+    pairs = [part.rpartition("*") for part in parts]
     try:
-      weighted = [(name, float(weight)) for name, _, weight in pairs]
+      weighted = [(_unquoted(name), float(weight)) for name, _, weight in pairs]
     except ValueError:
       weighted = [("", 0.0)]
     if not all(name and not find_problem(weight, ABOVE_0) for name, weight in weighted):
       raise UserError(
-        "data.train must name several sources as a.jsonl*2,b.parquet*1, with weights above 0; "
-        f"got {self.train!r}"
+        "data.train must name several sources as a.jsonl*2,b.parquet*1, with weights above 0, and "
+        f"a path that has a comma or a star in double quotes; got {self.train!r}"
       )
     return weighted
 
@@ -138,7 +162,7 @@ class DataSection:
     """The tasks or sources to evaluate on: without `eval`, on what is held out of each."""
     if not self.eval:
       return [name for name, _ in self.sources]
-    return [name.strip() for name in self.eval.split(",")]
+    return [_unquoted(name) for name in _names(self.eval)]
 
   @property
   def eval_task(self) -> Task | None:

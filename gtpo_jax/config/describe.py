@@ -1,6 +1,6 @@
 """What every field of a config is for, read from the declarations, for terminal and site.
 
-And what settings of TRL, verl and Tunix are called here, as in docs/from_trl.md.
+And what settings of TRL, verl and Tunix are called here, as in docs/from_trl.md and from_verl.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ELSEWHERE: Mapping[str, str] = {
   "algorithm.overlong_buffer": "len",
   "algorithm.overlong_filter": "mask_truncated_completions",
   "algorithm.ratio": "importance_sampling_level",
-  "algorithm.tis_cap": "vllm_importance_sampling_correction",
+  "algorithm.tis_cap": "vllm_importance_sampling_correction rollout_is_threshold",
   "batch.epochs": "num_iterations ppo_epochs",
   "batch.group": "n num_generations rollout_n",
   "batch.minibatches": "ppo_mini_batch_size steps_per_generation",
@@ -52,10 +52,16 @@ _ELSEWHERE: Mapping[str, str] = {
   "model.remat": "enable_gradient_checkpointing gradient_checkpointing",
   "optimizer.b1": "adam_beta1",
   "optimizer.b2": "adam_beta2",
+  "optimizer.name": "optim optimizer_type",
   "optimizer.clip_norm": "grad_clip max_grad_norm",
   "optimizer.learning_rate": "lr",
   "optimizer.schedule": "lr_scheduler_type",
   "optimizer.warmup_steps": "lr_warmup_steps warmup_ratio",
+  "optimizer.offload": "optimizer_offload",
+  "batch.pack": "use_remove_padding",
+  "algorithm.entropy_coef": "entropy_coeff",
+  "checkpoint.export_every": "save_contents",
+  "teacher.path": "teacher_model_name_or_path",
   "reference.path": "ref_model",
   "reward.parts": "reward_weights",
   "reward.verifier": "custom_reward_function reward_funcs",
@@ -70,7 +76,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "gradient_accumulation_steps ppo_micro_batch_size ppo_micro_batch_size_per_gpu"
   ),
   "steps: a run counts updates, not passes over the data": "num_train_epochs total_epochs",
-  "log.tensorboard and log.wandb": "logger logging_steps report_to",
+  "log.tensorboard, log.wandb and log.trackio": "logger logging_steps report_to",
   "the command line's --workdir": "default_local_dir experiment_name output_dir run_name",
   "gtpo export --workdir=DIR --push=OWNER/NAME": "hub_model_id push_to_hub",
   "the same command again": "resume_from_checkpoint resume_mode",

@@ -49,6 +49,8 @@ class CheckpointSection:
   Attributes:
     every: steps between checkpoints; the last step is always saved.
     keep: how many of the newest checkpoints to keep.
+    export_every: steps between Hugging Face folders, WORKDIR/exports/STEP, of which the newest
+      `keep` are kept; 0 for none.
     best: also keep the parameters of the best evaluation (by mean@n), in WORKDIR/best.
     accept_changes: resume a run even if its config, its data or its frozen policies changed; the
       changes are printed.
@@ -56,6 +58,7 @@ class CheckpointSection:
 
   every: int = setting(10, bound=at_least(1))
   keep: int = setting(2, bound=at_least(1))
+  export_every: int = setting(0, bound=at_least(0))
   best: bool = False
   accept_changes: bool = False
 
@@ -83,6 +86,8 @@ class LogSection:
     tensorboard: write TensorBoard's event files into WORKDIR.
     wandb: the Weights & Biases project to log to (needs `pip install wandb`); "" for none.
       WANDB_MODE=offline writes only to WORKDIR/wandb.
+    trackio: the Trackio project to log to (needs `pip install trackio`); "" for none. It stays on
+      this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says otherwise.
     samples: completions per step written to WORKDIR/samples.jsonl.
     credit_every: steps between records of token-level credit (WORKDIR/credit, for `gtpo report`);
       the first and the last step are recorded too; 0 for no records.
@@ -92,6 +97,7 @@ class LogSection:
 
   tensorboard: bool = True
   wandb: str = ""
+  trackio: str = ""
   samples: int = setting(4, bound=at_least(0))
   credit_every: int = setting(10, bound=at_least(0))
   credit_groups: int = setting(4, bound=at_least(1))

@@ -36,9 +36,9 @@ optimizer.learning_rate optimizer.schedule optimizer.warmup_steps optimizer.b1 o
 optimizer.eps optimizer.weight_decay optimizer.clip_norm optimizer.momentum_dtype optimizer.offload
 warm_start.steps
 eval.every eval.problems eval.samples eval.batch eval.temperature
-checkpoint.every checkpoint.keep checkpoint.best checkpoint.accept_changes
+checkpoint.every checkpoint.keep checkpoint.export_every checkpoint.best checkpoint.accept_changes
 guards.skipped guards.stall_s
-log.tensorboard log.wandb log.samples log.credit_every
+log.tensorboard log.wandb log.trackio log.samples log.credit_every
 profile.steps
 """
 ALWAYS = frozenset(_ALWAYS.split())
@@ -80,7 +80,13 @@ READ_IF: Mapping[str, Condition] = {
     lambda c: c.model.lora_rank and not c.model.quantize,
     "sampling.merge_adapters",
   ),
-  **_when("data.chat = True", lambda c: c.data.chat, "data.chat_template_kwargs"),
+  **_when(
+    "all weights trained (model.lora_rank = 0), because Muon orthogonalises the update of a whole "
+    "matrix, which a product of two adapters does not have",
+    lambda c: not c.model.lora_rank,
+    "optimizer.name",
+  ),
+  **_when("data.chat = True", lambda c: c.data.chat, "data.chat_template_kwargs data.date"),
   **_when(
     "a task in data.train or data.eval",
     lambda c: any(name in TASKS for name in _names(c)),
@@ -162,6 +168,11 @@ READ_IF: Mapping[str, Condition] = {
     warm_start.optimizer.b2 warm_start.optimizer.eps warm_start.optimizer.weight_decay
     warm_start.optimizer.clip_norm warm_start.optimizer.momentum_dtype
     warm_start.optimizer.offload""",
+  ),
+  **_when(
+    "warm_start.steps above 0 and all weights trained (model.lora_rank = 0)",
+    lambda c: c.warm_start.steps and not c.model.lora_rank,
+    "warm_start.optimizer.name",
   ),
   **_when(
     "warm_start.steps above 0 and an empty warm_start.data",

@@ -69,6 +69,11 @@ def _architecture(config: Config, folder: Path | None) -> ModelConfig:
   return PRESETS[config.model.preset]
 
 
+def with_date(config: Config, date: str) -> Config:
+  """Returns the config with the day that chat templates call today."""
+  return dataclasses.replace(config, data=dataclasses.replace(config.data, date=date))
+
+
 def with_compute_dtype(config: Config, dtype: str) -> Config:
   """Returns the config with the format that its `model.compute_dtype` stands for."""
   return dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype=dtype))

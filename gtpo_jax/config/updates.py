@@ -50,10 +50,10 @@ DEFAULT_SLACK = 1.1
 EFFICIENCY = 0.4  # the share of a chip's peak that an update reached on an H100
 
 
-def run_optimizer(config: Config) -> Optimizer:
-  """Returns the optimizer of the run."""
+def run_optimizer(config: Config, model: Transformer) -> Optimizer:
+  """Returns the optimizer of the run for `model`."""
   coef = config.resolved_algorithm.recipe.entropy_bonus.initial_coef
-  return make_optimizer(config.optimizer, config.steps, config.batch.updates, coef)
+  return make_optimizer(config.optimizer, config.steps, config.batch.updates, coef, model)
 
 
 def run_update(
@@ -94,7 +94,7 @@ def run_demand(
     return demand
   kept = abstract_params(model)
   if trains:
-    kept = abstract_state(model, run_optimizer(config))
+    kept = abstract_state(model, run_optimizer(config, model))
   left = int(memory * (1 - _reserve(model))) - bytes_per_device(kept)
   if trains:
     left -= frozen_bytes(config, model, teacher)
@@ -159,7 +159,8 @@ def fit_update(
     return _with(config, remats[-1], 1 if micro_batches == AUTO else micro_batches)
   model = _model(config, devices)
   mesh = model.mesh
-  left = memory * (1 - RESERVE) - bytes_per_device(abstract_state(model, run_optimizer(config)))
+  left = memory * (1 - RESERVE)
+  left -= bytes_per_device(abstract_state(model, run_optimizer(config, model)))
   left -= frozen_bytes(config, model, None)
   parts = micro_batch_counts(config, dict(mesh.shape))
   if micro_batches != AUTO:
@@ -193,7 +194,7 @@ def _fit_base(config: Config, devices: Sequence[Any], memory: int | None) -> Con
   if memory is not None:
     mesh = sampling_mesh(model.mesh, model.config.kv_heads, *model.config.mlps)
     copy = params_bytes(Transformer(model.config, mesh), model).copied
-    state = bytes_per_device(abstract_state(model, run_optimizer(config)))
+    state = bytes_per_device(abstract_state(model, run_optimizer(config, model)))
     left = memory * (1 - _reserve(model)) - state - frozen_bytes(config, model, None)
     short = 2 * copy > left
   if layout == AUTO:
@@ -272,7 +273,8 @@ def update_bytes(
   stored = c.layers * tokens * itemsize * kept.get(remat, 0) / tensor
   if c.delta and remat == "none":  # and the temporaries of every gated delta net
     stored += c.delta_layers * tokens * rule_bytes(c.delta) / tensor
-  return gradient + residual + layer + head + stored
+  orthogonalised = 2 * gradient if config.optimizer.name == "muon" else 0
+  return gradient + max(residual + layer + head + stored, orthogonalised)
 
 
 def tokens_per_part(config: Config, mesh: dict[str, int], micro_batches: int) -> float:

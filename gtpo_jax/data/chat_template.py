@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +26,14 @@ Messages = Sequence[Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]  # of tools
 Variables = Mapping[str, Any]  # what a template reads besides a conversation, as JSON
 NO_VARIABLES: Variables = {}
+CLOCK = "strftime_now"  # the function with which templates, such as Llama 3's, write today's date
+_CLOCK_CALL = re.compile(rf"""\b{CLOCK}\(\s*(["'])(.*?)\1\s*\)""")
 # Arguments of the function that renders, which a variable must not replace.
 RESERVED = (
   *("conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
   *("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"),
   *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self"),
+  CLOCK,
 )
 
 
@@ -37,12 +42,14 @@ class ChatTemplate:
 
   Args:
     tokenizer: has the template.
-    variables: what the template reads besides a conversation, accepted by `check_variables`.
+    variables: what the template reads besides a conversation, accepted by `check_variables`; and
+      under `CLOCK` the day that it calls today, such as "2026-11-29", if it is not this day.
   """
 
   def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Variables = NO_VARIABLES):
     self._tokenizer = tokenizer
-    self._variables = variables
+    self._variables = {name: value for name, value in variables.items() if name != CLOCK}
+    self._date = datetime.date.fromisoformat(variables[CLOCK]) if CLOCK in variables else None
 
   def render(
     self,
@@ -71,6 +78,10 @@ class ChatTemplate:
     copies = [dict(message) for message in messages]  # a template may change what it gets
     settings = {"tokenize": False, "add_generation_prompt": turn_follows}
     settings |= {**self._variables, **variables}
+    if self._date and self.reads_date:  # Transformers passes no function to a template
+      template = self._tokenizer.get_chat_template(tools=list(tools) or None)
+      written = lambda call: repr(self._date.strftime(call[2]))
+      settings["chat_template"] = _CLOCK_CALL.sub(written, template)
     render = lambda: self._tokenizer.apply_chat_template(
       copies, tools=list(tools) or None, **settings
     )
@@ -118,6 +129,11 @@ class ChatTemplate:
   def _is_own(self) -> bool:
     """Whether the template is this package's, which ends. One from elsewhere is a program."""
     return self._tokenizer.chat_template == _own_template()
+
+  @property
+  def reads_date(self) -> bool:
+    """Whether the template may write today's date."""
+    return bool(_CLOCK_CALL.search(str(self._tokenizer.chat_template)))
 
   @property
   def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Reads the rows of files and datasets: JSONL, Parquet, Hugging Face, TFDS, reasoning-gym.
+"""Reads the rows of files and datasets: JSONL, CSV, Parquet, Hugging Face, TFDS, reasoning-gym.
 
 Every reader yields (location, row). The location names the row in messages, such as
 `train.jsonl:7`. For a row that cannot be read, the reader yields a ValueError instead of the row.
@@ -7,10 +7,12 @@ Every reader yields (location, row). The location names the row in messages, suc
 from __future__ import annotations
 
 import contextlib
+import csv
 import decimal
 import functools
 import gzip
 import hashlib
+import io
 import json
 import math
 import re
@@ -22,14 +24,16 @@ import numpy as np
 from etils import epath
 
 from gtpo_jax.rewards.gym.rows import rows as gym_rows
+from gtpo_jax.runtime.busy_hub import HubBusy, patiently
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.files import printable
 from gtpo_jax.runtime.installing import install_command
 from gtpo_jax.runtime.paths import list_files, open_bytes, storage_errors, storage_path
 
-EXTENSIONS = (".jsonl", ".jsonl.gz", ".parquet")
+TABLES = {".csv": ",", ".tsv": "\t"}  # texts with a first row of names, and their delimiters
+EXTENSIONS = (".jsonl", ".jsonl.gz", ".parquet", *TABLES)
 # Files of other forms, and the function of pandas that reads them.
-OTHER_FILES = {".csv": "csv", ".tsv": "table", ".xlsx": "excel", ".json": "json"}
+OTHER_FILES = {".xlsx": "excel", ".json": "json"}
 HUGGING_FACE = "hf:"
 TFDS = "tfds:"
 GYM = "rg:"
@@ -88,8 +92,9 @@ def read_rows(name: str) -> Iterator[LocatedRow]:
       f"{name!r} was passed by a Python program and is not in a file; pass it again, or name a file"
     )
   else:
+    readers = {".parquet": _parquet, **dict.fromkeys(TABLES, _table)}
     for file in _files(name):
-      yield from (_parquet if file.name.endswith(".parquet") else _jsonl)(file)
+      yield from readers.get(file.suffix.lower(), _jsonl)(file)
 
 
 def _other_form(name: str, reader: str, form: str) -> UserError:
@@ -111,8 +116,8 @@ def _existing(name: str) -> epath.Path:
     exists = path.exists()
   if not exists:
     raise UserError(
-      f"no file or folder at {name!r}; data.train and data.eval name a task, a .jsonl or .parquet "
-      "file, hf:ID, tfds:NAME or rg:NAME"
+      f"no file or folder at {name!r}; data.train and data.eval name a task, a .jsonl, .csv or "
+      ".parquet file, hf:ID, tfds:NAME or rg:NAME"
     )
   return path
 
@@ -145,6 +150,39 @@ def _jsonl(file: epath.Path) -> Iterator[LocatedRow]:
       row = _json_object(line)
       if row is not None:
         yield f"{name}:{number}", row
+
+
+def _table(file: epath.Path) -> Iterator[LocatedRow]:
+  """Reads a CSV or TSV file. All its values are texts; an empty one is as good as none."""
+  name = printable(str(file))
+  csv.field_size_limit(MAX_LINE_BYTES)
+  with (
+    storage_errors(f"{str(file)!r} cannot be read", UserError),
+    open_bytes(file) as opened,
+    # A row whose text is not UTF-8 is malformed, and the rows after it are read.
+    io.TextIOWrapper(opened, "utf-8-sig", errors="surrogateescape", newline="") as text,
+  ):
+    rows = csv.reader(text, delimiter=TABLES[file.suffix.lower()])
+    names: list[str] = []
+    while True:
+      try:
+        values = next(rows, None)
+      except csv.Error as error:
+        yield f"{name}:{rows.line_num}", ValueError(first_line(error))
+        continue
+      if values is None:
+        return
+      if not names and len({*values}) < len(values):
+        raise UserError(f"the first row of {name!r} must name each column once, got {values!r:.80}")
+      if names and values:
+        yield f"{name}:{rows.line_num}", _table_row(names, values)
+      names = names or values
+
+
+def _table_row(names: list[str], values: list[str]) -> Row | ValueError:
+  if len(names) != len(values):
+    return ValueError(f"has {len(values)} values for {len(names)} columns")
+  return dict(zip(names, values, strict=True))
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes | ValueError]:
@@ -298,7 +336,9 @@ def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
     raise UserError(f"{name!r} needs the datasets library: {install_command('data')}") from error
   dataset, config, split = _parse(name, HUGGING_FACE)
   try:
-    rows = datasets.load_dataset(dataset, config, split=split)
+    rows = patiently(name, lambda: datasets.load_dataset(dataset, config, split=split))
+  except HubBusy:
+    raise
   except Exception as error:  # the hub, the builder and the disk raise many types
     reason = " ".join(str(error).split())  # its second line names the configs that exist
     raise UserError(

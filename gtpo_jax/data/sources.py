@@ -1,6 +1,6 @@
-"""Problems from files and datasets: JSONL, Parquet, Hugging Face datasets, TFDS, reasoning-gym.
+"""Problems from files and datasets: JSONL, CSV, Parquet, Hugging Face, TFDS and reasoning-gym.
 
-A source is named by a path (`train.jsonl`, `train.jsonl.gz`, `math.parquet`, or a folder of them),
+A source is named by a path (`train.jsonl`, `train.jsonl.gz`, `a.csv`, `math.parquet`, or a folder),
 by `hf:ID[:CONFIG][:SPLIT]`, by `tfds:NAME[:SPLIT]`, or by `rg:NAME[?KNOBS]`. A Python program can
 pass a sequence of dicts instead. Malformed rows are counted and skipped up to a limit. Exact
 duplicates are dropped; demonstrations have a loader of their own, which keeps them
@@ -65,6 +65,7 @@ class Loaded:
     bad: the skipped rows, each as its location and the reason.
     note: how the verifier was chosen for rows that name none; "" if that is not worth a line.
     unread: the columns that only a function of the user could read.
+    columns: all columns.
   """
 
   problems: tuple[Problem, ...]
@@ -73,6 +74,7 @@ class Loaded:
   bad: tuple[str, ...]
   note: str = ""
   unread: tuple[str, ...] = ()
+  columns: tuple[str, ...] = ()
 
   def summary(self, name: str) -> str:
     """Returns a one-line summary for the user."""
@@ -261,7 +263,7 @@ def _load(
     raise no_rows(name, "problem", num_rows)
   mapped = mapped_columns(columns)
   unread = _unread(with_kind, (name for name in names if name not in mapped))
-  return Loaded(with_kind, num_rows, duplicates, tuple(malformed.rows), note, unread)
+  return Loaded(with_kind, num_rows, duplicates, tuple(malformed.rows), note, unread, tuple(names))
 
 
 def _checked(

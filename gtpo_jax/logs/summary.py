@@ -8,10 +8,13 @@ from typing import Any
 import jax
 
 from gtpo_jax.config import Config
+from gtpo_jax.config.roofline import Expected, expected_seconds
 from gtpo_jax.config.updates import describe_update
+from gtpo_jax.logs.display import duration
 from gtpo_jax.logs.profile import describe_compile_cache
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.chips import Chip, chip_of
 
 Row = Mapping[str, Any]  # one object of metrics.jsonl
 FEW_MIXED = 0.1  # share of mixed groups below which a run is warned
@@ -42,6 +45,33 @@ def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
     describe_compile_cache(),
     *_short_warm_up(config),
   ]
+
+
+def expected_of(config: Config, worker: RolloutWorker) -> Expected | None:
+  """Returns what the run is expected to take on its devices; None if they are not known."""
+  device = worker.model.mesh.devices.flat[0]
+  chip = Chip(0) if device.platform == "cpu" else chip_of(device)
+  if chip is None:
+    return None
+  slots = worker.engine.programs.sizes.longest_at_once
+  mesh = dict(worker.engine.model.mesh.shape)
+  return expected_seconds(config, worker.model.config, chip, mesh, slots)
+
+
+def describe_expected(expected: Expected, config: Config, done: int = 0) -> str:
+  """Returns one line about how long a run takes of which `done` steps are complete."""
+  rest = "for the run" if done == 0 else "for the rest"
+  return (
+    f"expected: about {expected.step:.2g} s a step (sampling {expected.sample:.2g}, update "
+    f"{expected.update:.2g}) and {duration(expected.rest(config, done))} {rest}, beside compiling, "
+    f"from {expected.basis}; it may be off by a factor of {expected.factor:g}"
+  )
+
+
+def corrected(expected: Expected, config: Config, done: int, step_s: float) -> str:
+  """Returns the same line for the time of a step that was measured, after some steps."""
+  rest = expected.rest(config, done) * step_s / expected.step
+  return f"measured: {step_s:.2g} s a step, so about {duration(rest)} for the rest of the run"
 
 
 def _short_warm_up(config: Config) -> list[str]:

@@ -1,4 +1,4 @@
-"""Experiment trackers besides the run's own JSONL files: TensorBoard and Weights & Biases.
+"""Experiment trackers besides the run's own JSONL files: TensorBoard, Weights & Biases, Trackio.
 
 Only the first process creates them.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import math
 import re
+import shlex
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +25,7 @@ from gtpo_jax.runtime.installing import install_command
 
 VALUES_PER_FILE = 20_000  # scalars in one TensorBoard file, about 1.5 MB
 FLUSH_S = 120.0  # seconds after which TensorBoard's file is written out
+SAMPLE_COLUMNS = ["step", "prompt", "completion", "right"]
 ONLINE_MODES = ("online", "shared")  # of W&B; the others need no key
 
 
@@ -104,53 +108,39 @@ class TensorBoard:
       self._writer.close()
 
 
-class WeightsAndBiases:
-  """Logs to a W&B run, which resumes when the workdir's run resumes.
+class _Run:
+  """A run of a library that also has the samples of the newest evaluated step, as a table.
 
-  The metric `step` is the x axis, so a step that is repeated after a resume keeps its position.
-  The samples of an evaluated step are logged as a table. The environment variables of W&B
-  (WANDB_MODE, WANDB_API_KEY, ...) apply. If W&B fails during the run, such as because its
-  background process was killed, the run continues without it.
+  If the library fails, such as because its background process was killed, our run continues
+  without it.
   """
 
-  def __init__(self, workdir: Path, config: Config, name: str, say: Callable[[str], None]):
-    """Starts or resumes the run."""
-    import wandb
-
-    self._project = config.log.wandb
+  def __init__(self, setting: str, library: str, say: Callable[[str], None]):
+    """Args: how messages name the setting and the library; `say` shows a message."""
+    self._setting = setting
+    self._library = library
     self._say = say
-    self._teardown = wandb.teardown
     self._failed = False
-
-    id_file = workdir / "wandb_id"
-    self._table = lambda rows: wandb.Table(
-      columns=["step", "prompt", "completion", "right"], data=rows
-    )
     self._samples: list[tuple[int, str, str, bool | None]] = []
+    self._run: Any = None
+
+  def _start(self, start: Callable[[], Any], fix: str) -> None:
     try:
-      self._run = wandb.init(
-        project=config.log.wandb,
-        dir=str(workdir),
-        name=name,
-        config=resolved_dict(config),
-        resume="allow",
-        id=_read_id(id_file),
-        settings=wandb.Settings(console="off", quiet=True),
-      )
+      self._run = start()
     except Exception as error:  # such as a server that does not answer
+      empty = self._setting.partition(" ")[0]
       raise RunError(
-        f"log.wandb = {config.log.wandb!r}: W&B does not start the run ({first_line(error)}); set "
-        "WANDB_MODE=offline, or leave log.wandb empty, then run the same command again"
+        f"{self._setting}: {self._library} does not start the run ({first_line(error)}); {fix}, or "
+        f"leave {empty} empty, then run the same command again"
       ) from error
-    id_file.write_text(self._run.id)
-    self._run.define_metric("*", step_metric="step")
+
+  def _log(self, step: int, logged: dict[str, Any], samples: list[Any]) -> None:
+    raise NotImplementedError
 
   def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
     """See `Tracker`."""
-    logged: dict[str, Any] = finite(metrics)
-    if any(name.startswith("eval/") for name in metrics) and self._samples:
-      logged["samples"] = self._table(self._samples)
-    self._attempt(lambda: self._run.log({"step": step, **logged}))
+    evaluated = any(name.startswith("eval/") for name in metrics)
+    self._attempt(lambda: self._log(step, finite(metrics), self._samples if evaluated else []))
 
   def log_sample(self, step: int, prompt: str, completion: str, correct: bool | None) -> None:
     """See `Tracker`. Keeps only the samples of the newest step."""
@@ -161,24 +151,105 @@ class WeightsAndBiases:
     """See `Tracker`."""
     self._attempt(self._run.finish)
 
+  def _teardown(self) -> None:
+    """Ends what would fail again when the program ends."""
+
   def _attempt(self, action: Callable[[], None]) -> None:
-    """Calls a function of W&B; after the first failure, does nothing."""
+    """Calls a function of the library; after the first failure, does nothing."""
     if self._failed:
       return
     try:
       action()
-    except Exception as error:  # the library raises errors of several families
+    except Exception as error:  # the libraries raise errors of several families
       self._failed = True
       self._say(
-        f"warning: log.wandb = {self._project!r}: W&B has failed ({first_line(error)}); the run "
+        f"warning: {self._setting}: {self._library} has failed ({first_line(error)}); the run "
         "continues without it, and metrics.jsonl has all metrics"
       )
       with contextlib.suppress(Exception):
-        self._teardown()  # otherwise it would fail again when the program ends
+        self._teardown()
+
+
+class WeightsAndBiases(_Run):
+  """Logs to a W&B run, which resumes when the workdir's run resumes.
+
+  The metric `step` is the x axis, so a step that is repeated after a resume keeps its position.
+  The environment variables of W&B (WANDB_MODE, WANDB_API_KEY, ...) apply.
+  """
+
+  def __init__(self, workdir: Path, config: Config, name: str, say: Callable[[str], None]):
+    """Starts or resumes the run."""
+    import wandb
+
+    super().__init__(f"log.wandb = {config.log.wandb!r}", "W&B", say)
+    self._wandb = wandb
+    id_file = workdir / "wandb_id"
+    start = lambda: wandb.init(
+      project=config.log.wandb,
+      dir=str(workdir),
+      name=name,
+      config=resolved_dict(config),
+      resume="allow",
+      id=_read_id(id_file),
+      settings=wandb.Settings(console="off", quiet=True),
+    )
+    self._start(start, "set WANDB_MODE=offline")
+    id_file.write_text(self._run.id)
+    self._run.define_metric("*", step_metric="step")
+
+  def _log(self, step: int, logged: dict[str, Any], samples: list[Any]) -> None:
+    if samples:
+      logged["samples"] = self._wandb.Table(columns=SAMPLE_COLUMNS, data=samples)
+    self._run.log({"step": step, **logged})
+
+  def _teardown(self) -> None:
+    self._wandb.teardown()
+
+
+class Trackio(_Run):
+  """Logs to a Trackio run, on this machine unless Trackio's own variables name a server or a Space.
+
+  Trackio resumes a run by its name, which ends with an id that the workdir keeps.
+  """
+
+  def __init__(self, workdir: Path, config: Config, name: str, say: Callable[[str], None]):
+    """Starts or resumes the run."""
+    import trackio
+
+    super().__init__(f"log.trackio = {config.log.trackio!r}", "Trackio", say)
+    self._trackio = trackio
+    id_file = workdir / "trackio_id"
+    run_id = _read_id(id_file) or uuid.uuid4().hex[:8]
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints several lines
+      start = lambda: trackio.init(
+        config.log.trackio,
+        name=f"{name}-{run_id}",
+        config=resolved_dict(config),
+        resume="allow",
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+      )
+      self._start(start, "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log on this machine")
+    id_file.write_text(run_id)
+    say(
+      f"Trackio's run is {name}-{run_id}; to see it: trackio show "
+      f"--project {shlex.quote(config.log.trackio)}"
+    )
+
+  def _log(self, step: int, logged: dict[str, Any], samples: list[Any]) -> None:
+    if samples:
+      logged["samples"] = self._trackio.Table(columns=SAMPLE_COLUMNS, data=samples)
+    self._run.log(logged, step=step)
+
+  def close(self) -> None:
+    """See `Tracker`."""
+    with contextlib.redirect_stdout(io.StringIO()):
+      self._attempt(self._trackio.finish)
 
 
 def _read_id(file: Path) -> str | None:
-  """Returns the id of the W&B run to resume; None if there is none, or if the file is damaged."""
+  """Returns the id of the run to resume; None if there is none, or if the file is damaged."""
   if not file.is_file():
     return None
   text = file.read_bytes().decode("ascii", "replace").strip()
@@ -189,17 +260,26 @@ def check_trackers(config: Config) -> None:
   """Checks that every requested tracker can be used.
 
   Raises:
-    UserError: `log.wandb` is set, and the library is missing or W&B does not accept the key.
+    UserError: `log.wandb` or `log.trackio` is set, and the library is missing or W&B does not
+      accept the key.
   """
-  project = config.log.wandb
-  if not project:
-    return
-  if importlib.util.find_spec("wandb") is None:
-    raise UserError(
-      f"log.wandb = {project!r} needs the wandb library: "
-      f"{install_command('wandb')}, or leave log.wandb empty"
-    )
-  broadcast_from_first(lambda: _check_login(project))
+  for library in ("wandb", "trackio"):
+    project = getattr(config.log, library)
+    if project and importlib.util.find_spec(library) is None:
+      raise UserError(
+        f"log.{library} = {project!r} needs the {library} library: "
+        f"{install_command(library)}, or leave log.{library} empty"
+      )
+  if config.log.wandb:
+    broadcast_from_first(lambda: _check_login(config.log.wandb))
+
+
+def make_trackers(
+  workdir: Path, config: Config, name: str, say: Callable[[str], None]
+) -> list[Tracker]:
+  """Returns the trackers of `log.wandb` and `log.trackio`, whose runs start or resume."""
+  kinds = [*[WeightsAndBiases] * bool(config.log.wandb), *[Trackio] * bool(config.log.trackio)]
+  return [kind(workdir, config, name, say) for kind in kinds]
 
 
 def _check_login(project: str) -> None:

@@ -12,7 +12,7 @@ from typing import ParamSpec
 
 from gtpo_jax.loop.run import Run
 from gtpo_jax.python.results import Result, Step
-from gtpo_jax.runtime.errors import FunctionError, first_line
+from gtpo_jax.runtime.errors import FunctionError, UserError, first_line
 from gtpo_jax.runtime.signals import Stopped
 
 
@@ -59,11 +59,19 @@ def closed_at_exit(
   @functools.wraps(steps)
   def begin(*args: P.args, **kwargs: P.kwargs) -> Generator[Step, None, Result]:
     _close_runs_at_exit()
-    run = steps(*args, **kwargs)
+    run = _with_short_errors(steps(*args, **kwargs))
     _open_runs.add(run)  # weakly: a generator that nothing refers to is closed at once
     return run
 
   return begin
+
+
+def _with_short_errors(run: Generator[Step, None, Result]) -> Generator[Step, None, Result]:
+  """Passes on the steps; an error of the user's input comes without the frames of this package."""
+  try:
+    return (yield from run)
+  except UserError as error:
+    raise error.with_traceback(None) from None
 
 
 @functools.cache

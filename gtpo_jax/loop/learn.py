@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.checkpoint.workdir import claim, open_workdir
-from gtpo_jax.config import Config, flatten, resolved_dict, with_compute_dtype
+from gtpo_jax.checkpoint.workdir import claim, open_workdir, recorded_date
+from gtpo_jax.config import Config, flatten, resolved_dict, with_compute_dtype, with_date
 from gtpo_jax.logs.display import Display, one_line
 from gtpo_jax.logs.profile import compile_count
 from gtpo_jax.logs.spool import open_logs
@@ -28,7 +29,7 @@ from gtpo_jax.python.results import Result, Step
 from gtpo_jax.rollout.scoring.functions import RewardFunction
 from gtpo_jax.runtime.cluster.agreement import agree, process_identity
 from gtpo_jax.runtime.compiling import stoppable_compiles
-from gtpo_jax.runtime.distributed import any_process, is_first_process
+from gtpo_jax.runtime.distributed import any_process, broadcast_from_first, is_first_process
 from gtpo_jax.runtime.paths import absolute_path, storage_path
 from gtpo_jax.runtime.signals import Interrupts, Watchdog
 from gtpo_jax.runtime.startup import prepare_devices
@@ -134,8 +135,16 @@ def steps(
   stopping = stopping or interrupts.requested
   with display.waiting("reading the model and the data", line=False):
     inputs = dataclasses.replace(inputs, config=fit_here(inputs.config))
-    parts = prepare(inputs, display)
-  config = with_compute_dtype(inputs.config, parts.worker.model.config.compute_dtype)
+    config, is_new = _with_date(inputs.config, workdir)
+    parts = prepare(dataclasses.replace(inputs, config=config), display)
+  if not parts.worker.chat.template.reads_date:
+    config = inputs.config
+  elif is_new:
+    display.say(
+      f"the chat template reads the date: in this run it stays {config.data.date}, also when it is "
+      "resumed, evaluated or served (data.date)"
+    )
+  config = with_compute_dtype(config, parts.worker.model.config.compute_dtype)
   dtype = {"model.compute_dtype": config.model.compute_dtype}
   agree({**dtype, **fingerprints(config.model.path), **parts.provenance})
   with (
@@ -167,6 +176,16 @@ def steps(
       display.end()
 
 
+def _with_date(config: Config, workdir: str | Path | None) -> tuple[Config, bool]:
+  """Returns the config with the day on which the run started, and whether that is today."""
+  if config.data.date or not config.data.chat:
+    return config, False
+  folder = workdir and storage_path(workdir)
+  recorded = broadcast_from_first(lambda: recorded_date(folder) if folder else "")
+  today = broadcast_from_first(lambda: datetime.date.today().isoformat())
+  return with_date(config, recorded or today), not recorded
+
+
 def learn(run: Run) -> Generator[Step, None, Result]:
   """Runs Algorithm 1 of the paper.
 
@@ -185,6 +204,7 @@ def learn(run: Run) -> Generator[Step, None, Result]:
     run.log(step, metrics, batch)
     if step % every == 0 and not run.guards.skipped:
       run.save(state)
+    run.export_if_due(state)
     if evaluation := run.evaluations.if_due(state):
       run.display.say("  " + one_line(batch.first_completion(0)))
     yield Step(step, metrics | evaluation, batch, TrainedPolicy(run.worker, state.params))

@@ -25,8 +25,15 @@ from gtpo_jax.logs.journal import Journal
 from gtpo_jax.logs.profile import compile_count, trace_window
 from gtpo_jax.logs.sessions import SessionRecord
 from gtpo_jax.logs.spool import Logs
-from gtpo_jax.logs.summary import describe_run, summarize, without_other_evaluations
-from gtpo_jax.logs.trackers import WeightsAndBiases
+from gtpo_jax.logs.summary import (
+  corrected,
+  describe_expected,
+  describe_run,
+  expected_of,
+  summarize,
+  without_other_evaluations,
+)
+from gtpo_jax.logs.trackers import make_trackers
 from gtpo_jax.logs.truth import batch_truth
 from gtpo_jax.loop.evaluations import Evaluations
 from gtpo_jax.loop.guards import Guards
@@ -47,6 +54,7 @@ from gtpo_jax.runtime.resource_limits import return_freed_memory
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.state import TrainState, init_state
 
+MEASURED_STEPS = 3  # after which the expected time is corrected
 PRINT_EVERY = 5  # steps between lines of a plain log
 
 
@@ -95,7 +103,7 @@ class Run:
     self._place = place
     self._stopping = stopping
     self._began = time.monotonic()
-    self._optimizer = run_optimizer(config)
+    self._optimizer = run_optimizer(config, parts.worker.model)
     update = run_update(config, parts.worker.model, self._optimizer, parts.worker.teacher)
     self._compiled_update = StoppableProgram(update)
 
@@ -110,9 +118,13 @@ class Run:
     worker, folder, say = self.worker, self._place.folder, self.display.say
     for line in describe_run(config, worker):
       say(line)
+    self._expected = expected_of(config, worker)
+    self._step_seconds: list[float] = []
     self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
     untrained = functools.partial(frozen_params, folder, worker.model, config.model.path)
     saved = self._checkpoints.restore(worker.model, self._optimizer, say, untrained)
+    if self._expected:
+      say(describe_expected(self._expected, config, int(saved.state.step) if saved else 0))
     if saved:
       state = saved.state
       say(f"resumed at step {int(state.step)} of {config.steps} from {folder}")
@@ -153,7 +165,7 @@ class Run:
     folder = self._place.logs.folder
     say = self.display.say
     self._parts.reward_manager.grader.use_cache(folder)
-    further = lambda: [WeightsAndBiases(folder, config, workdir.name, say)] if log.wandb else []
+    further = lambda: make_trackers(folder, config, workdir.name, say)
     self._journal = Journal(folder, start, log.tensorboard, further, log.samples, say)
     if is_first_process():
       keeps = lambda step: log.keeps_credit(step, config.steps)
@@ -230,6 +242,11 @@ class Run:
     log = self.config.log
     line = step == self._printed_from or step % PRINT_EVERY == 0
     self.display.step(step, metrics, batch.first_completion(0), line=line)
+    self._step_seconds.append(metrics["time/step"])
+    if self._expected and len(self._step_seconds) == MEASURED_STEPS and step < self.config.steps:
+      # The first step, and any that uses a new program, also compiles.
+      seconds = min(self._step_seconds)
+      self.display.say(corrected(self._expected, self.config, step, seconds))
     self._journal.write(step, metrics)
     for i in range(min(log.samples, len(batch.problems))):
       episodes = batch.episodes[i]
@@ -262,6 +279,32 @@ class Run:
         self._session.update(int(state.step))
     if wait:
       self._checkpoints.wait()
+
+  def export_if_due(self, state: TrainState) -> None:
+    """Writes the policy as a Hugging Face folder every `checkpoint.export_every` steps.
+
+    A resumed run replaces the folders of the steps that it repeats.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    section = self.config.checkpoint
+    step = int(state.step)
+    if not self._place.keep or not section.export_every or step % section.export_every:
+      return
+    exports = epath.Path(self._place.folder) / "exports"
+    if is_first_process() and exports.exists():
+      for entry in exports.iterdir():
+        if entry.name.isdecimal() and int(entry.name) >= step:
+          entry.rmtree()
+    out = exports / str(step)
+    with phase("saving"):
+      TrainedPolicy(self.worker, state.params).save(out)
+    if is_first_process():
+      written = [entry for entry in exports.iterdir() if entry.name.isdecimal()]
+      for entry in sorted(written, key=lambda entry: int(entry.name))[: -section.keep]:
+        entry.rmtree()
+    self.display.say(f"step {step} is exported to {str(out)!r}")
 
   def saved_error(self, error: FunctionError) -> FunctionError:
     """Saves the state and returns the error, with what is saved added to its message."""

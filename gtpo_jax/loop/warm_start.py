@@ -227,7 +227,7 @@ def warm_start(
   """
   section = config.warm_start
   started = time.perf_counter()
-  optimizer = make_optimizer(section.optimizer, section.steps)
+  optimizer = make_optimizer(section.optimizer, section.steps, model=worker.model)
   state = init_state(params, optimizer, worker.model)
   imitate = make_imitation(worker.model, optimizer, config.batch.head_chunk)
   rng = np.random.default_rng([config.seed, 1])

@@ -22,6 +22,7 @@ from gtpo_jax.config import (
   SamplingSection,
   override,
   resolve_model,
+  with_date,
 )
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.folder import find, is_hf_folder
@@ -162,6 +163,8 @@ def _policy_of_run(
       f"{_model_name(config)!r}; leave --config out, or use the run's config"
     )
   config = override(config, overrides)
+  if config.data.chat and not config.data.date:
+    config = with_date(config, own.data.date)
   if step == 0 and not has_base(workdir) and own.model.path:
     worker = make(config)
     return PolicySource(worker, config, lambda: (base_params(own, workdir, worker), 0))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gtpo_jax.config import Config
+from gtpo_jax.data.layouts import SHOWN_COLUMNS
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.data.sources import (
@@ -23,7 +24,8 @@ from gtpo_jax.data.sources import (
 from gtpo_jax.data.tasks import TASKS, TaskPart, make_task
 from gtpo_jax.rewards import gold_check, sandbox_problem
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.errors import UserError, did_you_mean
+from gtpo_jax.runtime.files import printable
 
 ALL = "all"  # the evaluation's name in metrics, if it has several sources
 NO_RECORDS: Mapping[str, Loaded] = {}
@@ -157,6 +159,8 @@ def _load_problems(
   note = "" if config.reward.replaces_verifiers else loaded.note
   unread = () if config.env.opens or config.reward.reads_columns else loaded.unread
   shown = f"{name} (a tenth, held out)" if held_out and not data.eval else name
+  if config.reward.verifier and not (held_out or config.env.opens):
+    _say_no_answers(name, loaded, say)
   summary = dataclasses.replace(loaded, bad=bad, note=note, unread=unread).summary(shown)
   say(summary + (f", {len(too_long)} too long{first}" if too_long else ""))
   return fitting
@@ -195,6 +199,17 @@ def _measure(
     else:
       fitting.append(problem)
   return fitting, too_long, tuple(bad)
+
+
+def _say_no_answers(name: str, loaded: Loaded, say: Callable[[str], None]) -> None:
+  """Says that a function of the user gets no answers, which many functions accept in silence."""
+  if not any(problem.answer for problem in loaded.problems):
+    columns = ", ".join(map(printable, loaded.columns))[:SHOWN_COLUMNS]
+    say(
+      f"warning: {name}: no row has an answer, so the reward function gets empty ones (columns: "
+      f"{columns}{did_you_mean('answer', loaded.columns)}); "
+      "data.fields=prompt=COLUMN,answer=COLUMN names another column"
+    )
 
 
 def _say_rendered(

@@ -9,6 +9,8 @@ from packaging.requirements import Requirement
 
 from gtpo_jax.runtime.errors import UserError
 
+LISTED = 4  # packages of an extra that are listed one by one
+
 
 class MissingPackage(UserError):
   """Raised when an optional package is missing. No row of a file is to blame."""
@@ -33,7 +35,7 @@ def require_package(module: str, what: str, extra: str, package: str = "") -> No
 def install_command(extra: str) -> str:
   """Returns the pip command that installs what an extra of gtpo_jax adds.
 
-  It lists the packages themselves, so it works however gtpo_jax was installed.
+  It lists the packages themselves, unless they are many, so it works however gtpo_jax is installed.
   """
   try:
     lines = importlib.metadata.requires("gtpo_jax") or []
@@ -42,7 +44,7 @@ def install_command(extra: str) -> str:
   wanted = [requirement for requirement in map(Requirement, lines) if _adds(extra, requirement)]
   for requirement in wanted:
     requirement.marker = None
-  if not wanted:
+  if not 0 < len(wanted) <= LISTED:
     return f"in a clone, pip install -e '.[{extra}]'"
   return "pip install " + " ".join(f"'{requirement}'" for requirement in wanted)
 

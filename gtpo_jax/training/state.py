@@ -11,15 +11,21 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import flatten_dict
 
 from gtpo_jax.models.config import ModelConfig
-from gtpo_jax.models.declaration import is_decayed
+from gtpo_jax.models.declaration import KINDS, Declaration, Kind, is_decayed
 from gtpo_jax.models.lora import partition
-from gtpo_jax.models.params import Params, abstract_params
+from gtpo_jax.models.params import Params, abstract_params, declared_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, BELOW_1, Checked, at_least, one_of, setting
 from gtpo_jax.runtime.mesh import named_sharding
 
+OPTIMIZERS = ("adamw", "muon")
+# Of Muon (2502.16982): its momentum, and the root mean square of an update's entries at a learning
+# rate of 1, which makes learning rates of AdamW fit.
+MUON_MOMENTUM = 0.95
+MUON_RMS = 0.2
 SCHEDULES = ("constant", "cosine", "linear")
 # maxsize of the lru_cache on make_optimizer, make_update, make_imitation and make_scorer. Runs with
 # equal settings in one process share these functions, and thereby the compiled programs: a notebook
@@ -31,9 +37,11 @@ MOMENTUM_DTYPES = ("", "float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Checked):
-  """AdamW with a learning-rate schedule and global-norm clipping.
+  """AdamW or Muon with a learning-rate schedule and global-norm clipping.
 
   Attributes:
+    name: "adamw"; or "muon", which orthogonalises the updates of the layers' matrices and leaves
+      embeddings, head, norms and biases to AdamW.
     learning_rate: the peak learning rate.
     schedule: the learning rate after the warm-up: "constant", or "cosine" or "linear" decay to 0 at
       the last step.
@@ -41,16 +49,17 @@ class OptimizerConfig(Checked):
     b1, b2, eps, weight_decay: the parameters of AdamW; weight decay applies to matrices, not to
       norms or biases.
     clip_norm: the maximum global gradient norm.
-    momentum_dtype: dtype of the first moment, "float32" or "bfloat16"; "" for the dtype of the
-      parameters. The second moment always has the dtype of the parameters: with b2 = 0.999 it
-      changes by about a thousandth per update, which bfloat16 (relative spacing 1/256) would round
-      away.
+    momentum_dtype: dtype of the first moment, which is Muon's only one: "float32" or "bfloat16"; ""
+      for the dtype of the parameters. The second moment always has the dtype of the parameters:
+      with b2 = 0.999 it changes by about a thousandth per update, which bfloat16 (relative spacing
+      1/256) would round away.
     offload: whether both moments are kept in host memory and copied to the device for each gradient
       update.
   """
 
   prefix: ClassVar[str] = "optimizer."
 
+  name: str = setting("adamw", bound=one_of(OPTIMIZERS))
   learning_rate: float = setting(1e-6, bound=ABOVE_0)
   schedule: str = setting("constant", bound=one_of(SCHEDULES))
   warmup_steps: int = setting(0, bound=at_least(0))
@@ -93,7 +102,7 @@ class Optimizer:
     if not self.offload:
       return opt_state
     move = lambda x: jax.device_put(x, space)
-    return optax.tree_utils.tree_map_params(self, move, opt_state)
+    return map_moments(self, move, opt_state)
 
   def moments_after(self, opt_state: Any, params: Params) -> Any:
     """Returns the same moments, as values that are computed after the new parameters.
@@ -106,7 +115,21 @@ class Optimizer:
       zero = 0 * param.reshape(-1)[0]  # the compiler keeps it, because it might be NaN
       return moment + zero.astype(moment.dtype)
 
-    return optax.tree_utils.tree_map_params(self, after, opt_state, params)
+    return map_moments(self, after, opt_state, params)
+
+
+def map_moments(
+  optimizer: Optimizer, f: Callable[..., Any], opt_state: Any, *rest: Params, **options: Any
+) -> Any:
+  """Calls `f` on every moment, with the leaves of `rest` at its parameter.
+
+  A parameter has no moment in the state of an optimizer that does not update it.
+  """
+  masked = lambda x: isinstance(x, optax.MaskedNode)
+  call = lambda moment, *others: moment if masked(moment) else f(moment, *others)
+  return optax.tree_utils.tree_map_params(
+    optimizer, call, opt_state, *rest, is_leaf=masked, **options
+  )
 
 
 @flax.struct.dataclass
@@ -135,53 +158,88 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 @functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
 def make_optimizer(
-  config: OptimizerConfig, steps: int, updates: int = 1, entropy_coef: float | None = None
+  config: OptimizerConfig,
+  steps: int,
+  updates: int = 1,
+  entropy_coef: float | None = None,
+  model: Transformer | None = None,
 ) -> Optimizer:
-  """Returns the optimizer: global-norm clipping followed by AdamW.
+  """Returns the optimizer: global-norm clipping followed by AdamW or Muon.
 
   Each step has `updates` gradient updates; the learning rate changes per step, not per update.
-  `entropy_coef` is as in `Optimizer`.
+  `entropy_coef` is as in `Optimizer`. Muon needs the model, whose declarations say which axes of a
+  parameter are a matrix.
   """
   schedule = make_schedule(config, steps)
-  chain = adamw(
-    lambda count: schedule(count // updates),
-    config.b1,
-    config.b2,
-    config.eps,
-    config.weight_decay,
-    config.clip_norm,
-    config.momentum_dtype,
-  )
+  rate = lambda count: schedule(count // updates)
+  chain = _adamw(rate, config.b1, config.b2, config.eps, config.weight_decay, config.momentum_dtype)
+  if config.name == "muon":
+    chain = _muon(config, rate, model, chain)
+  chain = optax.chain(_clip(config.clip_norm), chain)
   return Optimizer(chain.init, chain.update, config.offload, entropy_coef)
 
 
 def adamw(
-  learning_rate: Any,
-  b1: Any,
-  b2: Any,
-  eps: Any,
-  weight_decay: Any,
-  clip_norm: Any,
-  momentum_dtype: str = "",
+  learning_rate: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any, clip_norm: Any
 ) -> optax.GradientTransformation:
   """Returns global-norm clipping followed by AdamW.
 
   The arguments are as in `OptimizerConfig`: numbers, or arrays f32[] of a program that takes them;
   the learning rate may be a schedule.
   """
-  return optax.chain(
-    optax.stateless(lambda grads, _: clip_by_global_norm(grads, clip_norm)),
-    optax.adamw(
-      learning_rate,
-      b1,
-      b2,
-      eps,
-      mu_dtype=momentum_dtype or None,
-      weight_decay=weight_decay,
-      mask=lambda params: jax.tree.map_with_path(
-        lambda path, _: is_decayed(tuple(key.key for key in path)), params
-      ),
-    ),
+  return optax.chain(_clip(clip_norm), _adamw(learning_rate, b1, b2, eps, weight_decay))
+
+
+def _clip(clip_norm: Any) -> optax.GradientTransformation:
+  return optax.stateless(lambda grads, _: clip_by_global_norm(grads, clip_norm))
+
+
+def _adamw(
+  learning_rate: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any, momentum_dtype: str = ""
+) -> optax.GradientTransformation:
+  decayed = _map_names(is_decayed)
+  dtype = momentum_dtype or None
+  return optax.adamw(
+    learning_rate, b1, b2, eps, mu_dtype=dtype, weight_decay=weight_decay, mask=decayed
+  )
+
+
+def _muon(
+  config: OptimizerConfig,
+  learning_rate: optax.Schedule,
+  model: Transformer,
+  rest: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """Returns Muon for the layers' matrices, and `rest` for all other parameters.
+
+  Each matrix of a layer, or of an expert, is orthogonalised alone.
+  """
+  declared = flatten_dict(declared_params(model))
+  matrices = optax.contrib.muon(
+    learning_rate,
+    beta=MUON_MOMENTUM,
+    eps=config.eps,
+    weight_decay=config.weight_decay,
+    mu_dtype=config.momentum_dtype or None,
+    muon_weight_dimension_numbers=_map_names(lambda names: _matrix_axes(declared[names])),
+    consistent_rms=MUON_RMS,
+  )
+  is_matrix = _map_names(lambda names: KINDS[names[-1]] is Kind.MATRIX)
+  return optax.partition({True: matrices, False: rest}, is_matrix)
+
+
+def _matrix_axes(matrix: Declaration) -> optax.contrib.MuonDimensionNumbers:
+  """Returns the axes of inputs and of outputs; those of layers and experts number matrices."""
+  first = matrix.numbered + (matrix.names[0] == "layer")
+  axes = tuple(range(matrix.value.ndim))
+  last = first + matrix.inputs
+  return optax.contrib.MuonDimensionNumbers(axes[first:last], axes[last:])
+
+
+def _map_names(f: Callable[[tuple[str, ...]], Any]) -> Callable[[Params], Any]:
+  """Returns a function from a tree of parameters to the tree of `f(path)`."""
+  return lambda params: jax.tree.map_with_path(
+    lambda path, _: f(tuple(key.key for key in path)), params
   )
 
 
@@ -228,7 +286,7 @@ def abstract_state(model: Transformer, optimizer: Optimizer) -> TrainState:
     return abstract(moment, sharding)
 
   trained, _ = partition(model, params)
-  opt_state = optax.tree_utils.tree_map_params(
+  opt_state = map_moments(
     optimizer,
     abstract_moment,
     jax.eval_shape(optimizer.init, trained),

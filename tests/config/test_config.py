@@ -8,6 +8,7 @@ from toys import nested
 from gtpo_jax.algorithms import RECIPES, make
 from gtpo_jax.config import (
   Config,
+  DataSection,
   default_config,
   difference,
   flatten,
@@ -424,3 +425,19 @@ def test_a_short_name_selects_a_shipped_config(tmp_path, monkeypatch):
   assert load("eval_gsm8k:base").data.chat is False
   (tmp_path / "tiny").write_text(Path(BASE).read_text())  # a file of this name comes first
   assert load("tiny") == Config()
+
+
+@pytest.mark.parametrize(
+  ("train", "sources"),
+  [
+    ("a.jsonl", [("a.jsonl", 1.0)]),
+    ("a.jsonl*2,b.jsonl*0.5", [("a.jsonl", 2.0), ("b.jsonl", 0.5)]),
+    ('"1,000 *new*.jsonl"', [("1,000 *new*.jsonl", 1.0)]),
+    ('"x*2,y.jsonl"*3, b.jsonl*1', [("x*2,y.jsonl", 3.0), ("b.jsonl", 1.0)]),
+    ('say "hi".jsonl', [('say "hi".jsonl', 1.0)]),
+  ],
+)
+def test_a_path_in_double_quotes_may_have_commas_and_stars(train, sources):
+  data = DataSection(train=train, eval=train)
+  assert data.sources == sources
+  assert DataSection(eval='"1,000.jsonl", b.jsonl').eval_names == ["1,000.jsonl", "b.jsonl"]

@@ -10,7 +10,8 @@ from gtpo_jax.config import Config, default_config, flatten, freeze, load_config
 from gtpo_jax.config.describe import FOREIGN_NAMES
 from gtpo_jax.runtime.errors import UserError
 
-PAGE = Path(__file__).parents[2] / "docs/from_trl.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / "from_trl.md", DOCS / "from_verl.md"]
 VALID = flatten(to_dict(Config()))
 
 
@@ -49,9 +50,10 @@ def test_every_answer_names_a_setting_that_exists():
     assert name not in VALID
 
 
-def test_names_in_the_tables_of_the_page_are_known():
+def test_names_in_the_tables_of_the_pages_are_known():
   """For a row with one foreign name and one setting of ours, the program gives the same answer."""
-  pairs = re.findall(r"^\| `(?:\w+\.)*(\w+)` \| `(\w+\.\w+)` \|$", PAGE.read_text(), re.M)
+  text = "".join(page.read_text() for page in PAGES)
+  pairs = re.findall(r"^\| `(?:\w+\.)*(\w+)` \| `(\w+\.\w+)` \|$", text, re.M)
   assert len(pairs) >= 5, pairs
   for name, ours in pairs:
     assert FOREIGN_NAMES[name].startswith(ours)

@@ -26,8 +26,10 @@ DEFAULTS = {
 # What makes the run one that does not read the setting, and a value other than the default.
 SOURCE = {"data.train": "a.jsonl", "data.eval": "b.jsonl"}
 UNREAD_BY = {
+  "optimizer.name": {"model.lora_rank": 2, "algorithm.tis_cap": 2.0},
   "model.random_weights": {"model.path": "m"},
   "data.chat_template_kwargs": {"data.chat": False},
+  "data.date": {"data.chat": False},
   "data.terms": SOURCE,
   "data.largest": SOURCE,
   "sampling.page_size": {"sampling.attention": "xla"},
@@ -50,8 +52,11 @@ UNREAD_BY = {
 }
 CHANGED = {
   "data.chat_template_kwargs": '{"a": 1}',
+  "data.date": "2026-11-29",
   "model.lora_targets": "q",
   "model.quantize": "int8",
+  "model.base_layout": "apart",
+  "sampling.merge_adapters": "never",
   "sampling.page_size": 16,
   "sampling.cache_fraction": 0.5,
   "sampling.weights_dtype": "int8",
@@ -67,6 +72,8 @@ CHANGED = {
   "teacher.prompt": "{prompt}!",
   "distill.credit": "entropy",
   "distill.divergence": "jsd",
+  "optimizer.name": "muon",
+  "warm_start.optimizer.name": "muon",
   "warm_start.optimizer.schedule": "linear",
   "warm_start.optimizer.momentum_dtype": "bfloat16",
   "env.parser": "hermes",

@@ -423,7 +423,7 @@ def test_the_name_of_a_file_cannot_break_a_message(tmp_path):
 @pytest.mark.parametrize(
   ("name", "content", "message"),
   [
-    ("d.csv", b"prompt,answer\n1+1?,2\n", "is a file of the form .csv; write one JSON object"),
+    ("d.xlsx", b"PK", "is a file of the form .xlsx; write one JSON object"),
     ("d.json", b'[{"prompt": "q", "answer": "1"}]', "is one JSON array; write one JSON object"),
     ("d.jsonl", b'[\n  {"prompt": "q", "answer": "1"}\n]\n', "is one JSON array; write one"),
   ],
@@ -436,6 +436,29 @@ def test_files_of_other_forms_are_named(tmp_path, name, content, message):
   assert message in str(caught.value) and "pd.read_" in str(caught.value)
   (tmp_path / "lines.json").write_text('{"prompt": "q", "answer": "1"}\n')
   assert len(load_source(str(tmp_path / "lines.json")).problems) == 1
+
+
+def test_tables(tmp_path):
+  """Values are texts as they are written; commas and lines may be quoted."""
+  file = tmp_path / "d.csv"
+  file.write_bytes(
+    b'\xef\xbb\xbfprompt,answer,level\n"1,0 +\n1?",007,3\n\nq,,4\nx\ny,\xff,1\nz,2.50,"5"\n'
+  )
+  loaded = load_source(str(file), bad_rows=3)
+  assert [(p.messages[0]["content"], p.answer, p.extra) for p in loaded.problems] == [
+    ("1,0 +\n1?", "007", {"level": "3"}),
+    ("z", "2.50", {"level": "5"}),
+  ]
+  assert [row.partition(": ")[0].rpartition(":")[2] for row in loaded.bad] == ["5", "6", "7"]
+  assert loaded.bad[1].endswith("has 1 values for 3 columns")
+  (tmp_path / "d.tsv").write_text("prompt\tanswer\na, b\t1\n")
+  assert load_source(str(tmp_path / "d.tsv")).problems[0].messages[0]["content"] == "a, b"
+  assert len(load_source(str(tmp_path), bad_rows=3).problems) == 3
+  file.write_text("prompt,prompt\na,1\n")
+  with pytest.raises(
+    UserError, match=r"first row of .*d.csv' must name each column once, got \['pr"
+  ):
+    load_source(str(file))
 
 
 def test_blank_lines_are_not_rows(tmp_path):

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: metrics, samples, and a resume."""
+"""TensorBoard, Weights & Biases and Trackio: metrics, samples, and a resume."""
 
 import json
 import os
@@ -134,6 +134,64 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
   assert [row["step"] for row in evaluated] == ["2", "4"]
   for row in evaluated:
     assert any(key.startswith("samples") for key in row)
+
+
+TRACKIO = """
+import sys
+from pathlib import Path
+from gtpo_jax.config import freeze
+from gtpo_jax.logs.journal import Journal
+from gtpo_jax.logs.trackers import make_trackers
+
+folder, first = Path(sys.argv[1]), int(sys.argv[2])
+config = freeze({"seed": 7, "log": {"trackio": "gtpo test"}})
+journal = Journal(folder, first, False, lambda: make_trackers(folder, config, "a run", print))
+for step in (first + 1, first + 2):
+  journal.write(step, {"loss": step / 2, "entropy/correct": float("nan")})
+  journal.write_sample(step, "1+2:", f"text {step}", correct=True)
+journal.amend(first + 2, {"eval/sums/mean@2": 0.5})
+journal.close()
+"""
+READ = """
+import json, sys, trackio
+(run,) = trackio.Api().runs("gtpo test")
+from trackio.sqlite_storage import SQLiteStorage
+print(json.dumps([run.name, run.config["seed"], SQLiteStorage.get_logs("gtpo test", run.name)]))
+"""
+
+
+@pytest.mark.slow
+def test_trackio(tmp_path):
+  """The real library writes its database on this machine; a resumed run is the same one."""
+  pytest.importorskip("trackio")
+  env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+  run = lambda *args: (
+    subprocess.run(
+      [sys.executable, "-c", *args],
+      env=env,
+      capture_output=True,
+      text=True,
+      timeout=120,
+      check=True,
+    ).stdout
+  )
+  run_id = ""
+  for first in ("0", "2"):
+    (line,) = run(TRACKIO, str(tmp_path), first).splitlines()
+    run_id = run_id or (tmp_path / "trackio_id").read_text()
+    assert line == f"Trackio's run is a run-{run_id}; to see it: trackio show --project 'gtpo test'"
+  name, seed, rows = json.loads(run(READ))
+  assert (name, seed) == (f"a run-{run_id}", 7)
+  assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [
+    (1, 0.5),
+    (2, 1.0),
+    (3, 1.5),
+    (4, 2.0),
+  ]
+  assert not any("entropy/correct" in row for row in rows)
+  evaluated = [row for row in rows if "eval/sums/mean@2" in row]
+  assert [row["step"] for row in evaluated] == [2, 4]
+  assert [row["samples"]["_value"][0]["completion"] for row in evaluated] == ["text 2", "text 4"]
 
 
 KILLED = """

@@ -45,9 +45,15 @@ BY_HAND = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "J
     ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NTASKS": "8"}, None),
     (OPEN_MPI, Launch("Open MPI", 4, 3, 2, 1)),
     (SLURM | OPEN_MPI, Launch("Open MPI", 4, 3, 2, 1)),
-    (GKE, Launch("GKE", 4, 2)),
-    (GKE | {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}, Launch("GKE", 8, 6)),
-    ({"TPU_PROCESS_ADDRESSES": "local", "TPU_WORKER_ID": "0"}, Launch("GKE", 1, 0)),
+    (GKE, Launch("GKE", 4, 2, expected="a-0.a:8482")),
+    (
+      GKE | {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"},
+      Launch("GKE", 8, 6, expected="a-0.a:8482", slices=2),
+    ),
+    (
+      {"TPU_PROCESS_ADDRESSES": "local", "TPU_WORKER_ID": "0"},
+      Launch("GKE", 1, 0, expected="local:8482"),
+    ),
     (BY_HAND, Launch("JAX_COORDINATOR_ADDRESS", 4, 3, address="node1:1234")),
     (
       SLURM | {"JAX_COORDINATOR_ADDRESS": "node1:1234"},
@@ -80,6 +86,15 @@ def test_each_launcher_is_recognised(variables, launch):
     ({"JAX_NUM_PROCESSES": "4"}, "JAX_NUM_PROCESSES=4 needs JAX_COORDINATOR_ADDRESS=HOST:PORT"),
     (BY_HAND | {"JAX_PROCESS_ID": ""}, "so JAX_NUM_PROCESSES and JAX_PROCESS_ID must be integers"),
     (BY_HAND | {"JAX_PROCESS_ID": "4"}, r"JAX_PROCESS_ID must be in \[0, JAX_NUM_PROCESSES\)"),
+    (
+      GKE | {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "3"},
+      r"MEGASCALE_SLICE_ID must be in \[0, MEGASCALE_NUM_SLICES\), got 3 and 2; set MEGASCALE_NUM",
+    ),
+    (GKE | {"MEGASCALE_SLICE_ID": "-1"}, r"MEGASCALE_SLICE_ID must be .* got -1 and 1"),
+    (GKE | {"MEGASCALE_NUM_SLICES": "0"}, "MEGASCALE_NUM_SLICES must be at least 1, got 0"),
+    (GKE | {"MEGASCALE_NUM_SLICES": "-1"}, "MEGASCALE_NUM_SLICES must be at least 1, got -1"),
+    (GKE | {"MEGASCALE_NUM_SLICES": "two"}, "MEGASCALE_NUM_SLICES must be an integer, got 'two'"),
+    (GKE | {"MEGASCALE_SLICE_ID": "a"}, "MEGASCALE_SLICE_ID must be an integer, got 'a'"),
     (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "node1"}, "must be HOST:PORT .* got 'node1'"),
   ],
 )
@@ -162,7 +177,9 @@ def tpu_vm(monkeypatch):
 
 
 def test_a_cloud_tpu_vm_is_recognised(tpu_vm):
-  assert find_launch(tpu_vm.variables) == Launch("Cloud TPU", 4, 3)
+  assert find_launch(tpu_vm.variables) == Launch(
+    "Cloud TPU", 4, 3, expected="10.0.0.2:8482", slices=2
+  )
   assert find_launch(tpu_vm.variables | {"TPU_SKIP_MDS_QUERY": "1"}) is None
   assert find_launch(tpu_vm.variables | {"JAX_NUM_PROCESSES": "1"}) is None
 
@@ -170,10 +187,14 @@ def test_a_cloud_tpu_vm_is_recognised(tpu_vm):
 def test_a_metadata_server_that_fails_for_a_moment_is_asked_again(tpu_vm, monkeypatch):
   tpu_vm.faults["worker-network-endpoints"] = ["cut", 503]
   tpu_vm.faults["agent-worker-number"] = [500, "cut", 429, "cut"]
-  assert find_launch(tpu_vm.variables) == Launch("Cloud TPU", 4, 3)
+  assert find_launch(tpu_vm.variables) == Launch(
+    "Cloud TPU", 4, 3, expected="10.0.0.2:8482", slices=2
+  )
   monkeypatch.setattr(metadata, "TIMEOUT_S", 0.3)
   tpu_vm.faults["worker-network-endpoints"] = ["late"]
-  assert find_launch(tpu_vm.variables) == Launch("Cloud TPU", 4, 3)
+  assert find_launch(tpu_vm.variables) == Launch(
+    "Cloud TPU", 4, 3, expected="10.0.0.2:8482", slices=2
+  )
   assert not any(tpu_vm.faults.values())
 
 
@@ -256,6 +277,33 @@ def test_the_line_at_the_time_limit(index, listens, what, monkeypatch, capsys):
   assert statuses == [1]
   assert capsys.readouterr().err == (
     f"gtpo: Slurm job 7, process {index} of 3: {what.format(address=address)} within 1 s; check "
-    f"that all 3 have started and can reach the first one at {address}, or raise "
-    "GTPO_JOIN_TIMEOUT_S\n"
+    f"that the command was started on every host and that all 3 processes can reach the first one "
+    f"at {address}, or raise GTPO_JOIN_TIMEOUT_S\n"
   )
+
+
+def test_the_advice_names_host_port_firewall_and_slices():
+  slices = GKE | {
+    "MEGASCALE_NUM_SLICES": "2",
+    "MEGASCALE_SLICE_ID": "1",
+    "MEGASCALE_COORDINATOR_ADDRESS": "job-0.net:8080",
+  }
+  assert find_launch(slices).advice() == (
+    "check that the command was started on every host and that all 8 processes can reach the first "
+    "one at job-0.net:8482; firewalls often open 8476 and not 8482: set "
+    "JAX_COORDINATOR_ADDRESS=job-0.net:8476 on every host; MEGASCALE_NUM_SLICES = 2 must be the "
+    "number of slices that were started, and MEGASCALE_SLICE_ID another number in each"
+  )
+  assert "8482" not in find_launch(slices | {"JAX_COORDINATOR_ADDRESS": "job-0.net:8476"}).advice()
+  assert " (gcloud: --worker=all) " in Launch("Cloud TPU", 4, 0).advice()
+
+
+def test_a_process_says_what_it_waits_for(monkeypatch, capsys):
+  monkeypatch.setattr(joining, "NOTICE_S", 0.05)
+  with joining._time_limit(Launch("Cloud TPU", 4, 0, expected="w-0:8482"), 600):
+    time.sleep(1)
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(
+    "gtpo: Cloud TPU, process 0 of 4: waiting for the others, for up to 600 s;"
+  )
+  assert "on every host (gcloud: --worker=all) and that all 4 processes can reach" in line

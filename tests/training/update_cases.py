@@ -147,7 +147,7 @@ def run(
 ):
   """The state and the metrics after one update, on the host."""
   model = Transformer(CONFIG, mesh or single_device_mesh())
-  optimizer = make_optimizer(optimizer, 10)
+  optimizer = make_optimizer(optimizer, 10, model=model)
   division = UpdateSettings(1.0, minibatches, epochs, micro_batches, head_chunk)
   update = make_update(model, algorithms.make(name, **settings), optimizer, division)
   state = init_state(params_on(model), optimizer, model)

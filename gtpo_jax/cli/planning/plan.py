@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import jax
 
 from gtpo_jax.cli.planning.collectives import collectives, send_seconds
-from gtpo_jax.cli.planning.estimates import sample_seconds, update_flops, update_seconds
 from gtpo_jax.cli.planning.run_programs import CompiledProgram, RunPrograms, build_model
 from gtpo_jax.cli.planning.search import Candidate, Search, changed, with_overrides
 from gtpo_jax.cli.planning.topology import topology_devices, without_compile_cache
 from gtpo_jax.config import Config, resolve_model, with_compute_dtype
 from gtpo_jax.config.mesh_choice import proposing_mesh
+from gtpo_jax.config.roofline import expected_seconds, sample_seconds, update_flops, update_seconds
 from gtpo_jax.config.updates import RESERVE
 from gtpo_jax.config.workloads import SAMPLING
+from gtpo_jax.logs.summary import describe_expected
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.chips import Chip
@@ -212,7 +213,9 @@ def measure(
     state), `peak_bytes` (of all programs), `update.sent_bytes` (to other devices; None if the
     compiler ran out of memory). `update.flops` is the model FLOP of all devices together, without
     recomputation. `update.seconds` and `sample.seconds` are lower bounds (roofline), None if the
-    speed of the chip is unknown.
+    speed of the chip is unknown. `step.expected_seconds`, `run.expected_seconds` (with evaluations
+    and warm start) and a line about them, `expected`, follow the shares of the bounds that were
+    measured.
   """
   config = run.config
   model = run.model
@@ -225,14 +228,16 @@ def measure(
   one_batch = dataclasses.replace(run.workloads[SAMPLING], prompts=config.batch.prompts)
   cache = engine.programs.abstract_state(one_batch)
   resident = run.frozen + bytes_per_device((state, run.batch))
+  slots = engine.programs.sizes.longest_at_once
+  mesh = engine.model.mesh.shape
   seconds: dict[str, float | None] = {"update.seconds": None, "sample.seconds": None}
+  send_s = 0.0
   if chip.flops is not None:
     nodes = [island_of(device) for device in model.mesh.devices.flat]
     send_s = send_seconds(sent or [], chip, nodes)
     seconds["update.seconds"] = update_seconds(config, model.config, chip, devices, send_s)
-    seconds["sample.seconds"] = sample_seconds(
-      config, model.config, chip, engine.model.mesh.shape, engine.programs.sizes.longest_at_once
-    )
+    seconds["sample.seconds"] = sample_seconds(config, model.config, chip, mesh, slots)
+  expected = expected_seconds(config, model.config, chip, dict(mesh), slots, send_s)
   peak = max(program.peak for program in programs)
   usable = chip.usable_memory
   sampling = [program.peak for program in others if program.name.startswith("sampling")]
@@ -259,6 +264,9 @@ def measure(
     "update.activation_bytes": update.peak - resident,
     "update.flops": update_flops(config, model.config),
     **seconds,
+    "step.expected_seconds": expected.step,
+    "run.expected_seconds": expected.rest(config, 0),
+    "expected": describe_expected(expected, config),
     "fits": peak <= usable,
     "programs": [
       {
@@ -325,6 +333,7 @@ def format_table(result: dict[str, Any]) -> str:
     ("update sends, per device", "-" if sent is None else _size(sent)),
     ("update", f"{result['update.flops']:.3e} model FLOP, {seconds('update.seconds')}"),
     ("sampling, full length", seconds("sample.seconds")),
+    ("time", result["expected"]),
     ("compile time", f"{result['seconds_compile']:.1f} s for the programs above"),
     (
       "compile time of a run",

@@ -128,7 +128,7 @@ class RunPrograms:
     config = with_choices(config, list(model.mesh.devices.flat))
     self.config = config
     self.model = model
-    self.optimizer = run_optimizer(config)
+    self.optimizer = run_optimizer(config, model)
     self.state = abstract_state(model, self.optimizer)
     batches = abstract_batches(config, model.mesh)
     self.batch = batches[-1]
@@ -291,7 +291,7 @@ def _covers(programs: Programs, ours: Workload, theirs: Workload) -> bool:
 def _imitation(config: Config, model: Transformer) -> tuple[Any, tuple[Any, ...], int]:
   """Returns the updates of the warm start, the shapes of their arguments, and their number."""
   section = config.warm_start
-  optimizer = make_optimizer(section.optimizer, section.steps)
+  optimizer = make_optimizer(section.optimizer, section.steps, model=model)
   imitate = make_imitation(model, optimizer, config.batch.head_chunk)
   sharding = named_sharding(model.mesh, None, "batch")
   k = min(UPDATES_PER_CALL, section.steps)

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gtpo_jax.cli.planning.collectives import Collective, send_seconds
-from gtpo_jax.cli.planning.estimates import Base, MemoryModel, sample_seconds, update_seconds
+from gtpo_jax.cli.planning.estimates import Base, MemoryModel
 from gtpo_jax.config import Config, flatten, freeze, to_dict
 from gtpo_jax.config.mesh_choice import all_meshes
+from gtpo_jax.config.roofline import sample_seconds, update_seconds
 from gtpo_jax.config.updates import micro_batch_counts, tokens_per_part
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.number_formats import FORMATS

@@ -19,8 +19,8 @@ from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.paths import is_remote
 
-# Fields in which runs of one group may differ: the seed, and how a run executes and logs.
-IGNORED = ("seed", *(name for name in MAY_CHANGE if name not in ("steps", "eval")))
+# Fields in which runs of one group may differ: the seed, the day, and how a run executes and logs.
+IGNORED = ("seed", "data.date", *(name for name in MAY_CHANGE if name not in ("steps", "eval")))
 MAX_GROUPS = 8  # the number of distinguishable colors
 OF_ALL = "eval/all/"  # metrics over several sources of problems, each of which has its own too
 REQUIRED = {"reward/mean", "entropy/mean", "time/step"}  # metrics that every step must have

@@ -23,6 +23,7 @@ import numpy as np
 from etils import epath
 from jax.experimental.multihost_utils import broadcast_one_to_all, sync_global_devices
 
+from gtpo_jax.runtime.busy_hub import HubBusy, patiently
 from gtpo_jax.runtime.errors import RunError, UserError, first_line
 from gtpo_jax.runtime.paths import (
   PACKAGES,
@@ -93,14 +94,18 @@ def _from_hub(name: str) -> Path:
   from huggingface_hub.utils import disable_progress_bars
 
   disable_progress_bars()
+  fetch = functools.partial(
+    snapshot_download, name, allow_patterns=list(HUB_FILES), ignore_patterns=list(UNUSED_FILES)
+  )
   try:
-    folder = snapshot_download(
-      name, allow_patterns=list(HUB_FILES), ignore_patterns=list(UNUSED_FILES)
-    )
+    folder = patiently(name, fetch)
+  except HubBusy:
+    raise
   except Exception as error:  # from the hub, the network library or the disk
     raise UserError(
-      f"{name!r} is neither a local folder nor cached, and the download from the hub failed "
-      f"({first_line(error)[:160]}); download it on a machine with network access, or name a folder"
+      f"{name!r} is neither a local folder nor completely cached, and the download from the hub "
+      f"failed ({first_line(error)[:160]}); download it on a machine with network access, or name "
+      "a folder"
     ) from error
   return _checked(Path(folder), name)
 

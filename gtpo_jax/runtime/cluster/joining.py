@@ -23,6 +23,7 @@ from gtpo_jax.runtime.errors import RunError, UserError, first_line
 TIMEOUT = "GTPO_JOIN_TIMEOUT_S"
 # A process waits this long for the others. Hosts may need 10 minutes or more to pull an image.
 JOIN_TIMEOUT_S = 1200
+NOTICE_S = 60  # after which a process says what it waits for
 CONNECT_TIMEOUT_S = 3
 
 
@@ -64,7 +65,8 @@ def join_processes() -> None:
           f"free port of the first process's host"
         ) from error
       raise RunError(  # for example, the port is already in use
-        f"{launch}: JAX could not connect the processes ({first_line(error)}); {_advice(launch)}"
+        f"{launch}: JAX could not connect the processes ({first_line(error)}); "
+        f"{launch.advice(_found_address())}"
       ) from error
   _check_count(launch.count, f"{launch.launcher} has started {launch.count}")
 
@@ -83,37 +85,40 @@ def join_timeout() -> int:
 
 @contextlib.contextmanager
 def _time_limit(launch: Launch, timeout: int) -> Iterator[None]:
-  """Prints one line and exits with status 1 if the body takes longer than `timeout` seconds."""
+  """Exits with status 1 and one line if the body takes longer than `timeout` seconds.
+
+  After `NOTICE_S` seconds one line says what it waits for.
+  """
+
+  def say(what: str, end: str) -> None:
+    advice = launch.advice(_found_address())
+    print(f"gtpo: {launch}: {what}; {advice}{end}", file=sys.stderr, flush=True)
 
   def end() -> None:
-    address = _first_address(launch)
+    address = launch.address or _found_address() or launch.expected
     what = f"not all processes joined within {timeout} s"
     if launch.index and address and not _answers(address):
       what = f"cannot reach the first process at {address} within {timeout} s"
-    print(f"gtpo: {launch}: {what}; {_advice(launch)}", file=sys.stderr, flush=True)
+    say(what, f", or raise {TIMEOUT}")
     os._exit(1)  # the main thread waits in JAX
 
-  timer = threading.Timer(timeout, end)
-  timer.daemon = True
-  timer.start()
+  notice = lambda: say(f"waiting for the others, for up to {timeout} s", "")
+  timers = [threading.Timer(timeout, end)]
+  timers += [threading.Timer(NOTICE_S, notice)] if timeout > NOTICE_S else []
+  for timer in timers:
+    timer.daemon = True
+    timer.start()
   try:
     yield
   finally:
-    timer.cancel()
+    for timer in timers:
+      timer.cancel()
 
 
-def _advice(launch: Launch) -> str:
-  address = _first_address(launch)
-  return (
-    f"check that all {launch.count} have started and can reach the first one"
-    f"{f' at {address}' if address else ''}, or raise {TIMEOUT}"
-  )
-
-
-def _first_address(launch: Launch) -> str | None:
-  """Returns host:port of the first process, if it is known."""
+def _found_address() -> str | None:
+  """Returns host:port of the first process, if JAX has found it."""
   state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
-  return launch.address or getattr(state, "coordinator_address", None)
+  return getattr(state, "coordinator_address", None)
 
 
 def _answers(address: str) -> bool:

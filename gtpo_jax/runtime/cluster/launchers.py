@@ -21,6 +21,11 @@ from gtpo_jax.runtime.errors import RunError, UserError
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 COUNT = "JAX_NUM_PROCESSES"
 INDEX = "JAX_PROCESS_ID"
+SLICES = "MEGASCALE_NUM_SLICES"
+SLICE = "MEGASCALE_SLICE_ID"
+CLOUD_TPU = "Cloud TPU"
+TPU_PORT = "8482"  # where JAX lets the processes of TPU hosts meet
+USUAL_PORT = "8476"  # where it does elsewhere
 METADATA_SERVER = "metadata.google.internal"
 METADATA_KEYS = ("worker-network-endpoints", "agent-worker-number", "tpu-env")
 TPU_DEVICE_FILES = ("/dev/accel0", "/dev/vfio")
@@ -37,6 +42,8 @@ class Launch(NamedTuple):
     local_count: processes on this host.
     local_index: index of this process among those on this host.
     address: host:port of the first process; None if JAX finds it.
+    expected: where JAX will look for it, for messages; None if that is not known.
+    slices: of TPUs, if a variable says so.
   """
 
   launcher: str
@@ -45,6 +52,32 @@ class Launch(NamedTuple):
   local_count: int = 1
   local_index: int = 0
   address: str | None = None
+  expected: str | None = None
+  slices: int | None = None
+
+  def advice(self, first: str | None = None) -> str:
+    """Returns what to check if not all processes join.
+
+    Args:
+      first: host:port of the first process, if JAX has found it.
+    """
+    first = first or self.address or self.expected
+    everywhere = " (gcloud: --worker=all)" if self.launcher == CLOUD_TPU else ""
+    lines = [
+      f"check that the command was started on every host{everywhere} and that all {self.count} "
+      f"processes can reach the first one{f' at {first}' if first else ''}"
+    ]
+    if first and first.endswith(f":{TPU_PORT}"):
+      lines.append(
+        f"firewalls often open {USUAL_PORT} and not {TPU_PORT}: set "
+        f"{ADDRESS}={first.rpartition(':')[0]}:{USUAL_PORT} on every host"
+      )
+    if self.slices:
+      lines.append(
+        f"{SLICES} = {self.slices} must be the number of slices that were started, and {SLICE} "
+        "another number in each"
+      )
+    return "; ".join(lines)
 
   def __str__(self) -> str:
     return f"{self.launcher}, process {self.index} of {self.count}"
@@ -167,7 +200,8 @@ def _gke(environ: Mapping[str, str]) -> Launch | None:
   hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
   if not hosts:
     return None
-  return _slices("GKE", len(hosts.split(",")), _integer(environ, "TPU_WORKER_ID", 0), environ.get)
+  names = [host.partition(":")[0] for host in hosts.split(",")]
+  return _slices("GKE", names, _integer(environ, "TPU_WORKER_ID", 0), environ)
 
 
 def _cloud_tpu(environ: Mapping[str, str]) -> Launch | None:
@@ -185,17 +219,31 @@ def _cloud_tpu(environ: Mapping[str, str]) -> Launch | None:
   endpoints, _, details = (values[key] for key in METADATA_KEYS)
   index = _integer(values, "agent-worker-number", None)
   named = dict(re.findall(r"^(\w+): *'?(.*?)'?$", details, re.MULTILINE))
-  hosts = len(endpoints.split(","))
-  if not 0 <= index < hosts:
-    raise RunError(f"the metadata server gives this host the number {index} of {hosts}")
-  return _slices("Cloud TPU", hosts, index, lambda name: environ.get(name) or named.get(name))
+  hosts = [endpoint.rpartition(":")[2] for endpoint in endpoints.split(",")]
+  if not 0 <= index < len(hosts):
+    raise RunError(f"the metadata server gives this host the number {index} of {len(hosts)}")
+  return _slices(CLOUD_TPU, hosts, index, named | {k: x for k, x in environ.items() if x})
 
 
-def _slices(name: str, hosts: int, index: int, get: Callable[[str], str | None]) -> Launch:
-  """Returns the launch of one or several TPU slices with `hosts` hosts each."""
-  slices = int(get("MEGASCALE_NUM_SLICES") or 1)
-  slice_index = int(get("MEGASCALE_SLICE_ID") or 0)
-  return Launch(name, hosts * slices, index + slice_index * hosts)
+def _slices(name: str, hosts: list[str], index: int, values: Mapping[str, str]) -> Launch:
+  """Returns the launch of one or several TPU slices, each with as many hosts as this one."""
+  slices = _integer(values, SLICES, 1)
+  slice_index = _integer(values, SLICE, 0)
+  if slices < 1:
+    raise UserError(f"{SLICES} must be at least 1, got {slices}; unset it for one slice")
+  if not 0 <= slice_index < slices:
+    raise UserError(
+      f"{SLICE} must be in [0, {SLICES}), got {slice_index} and {slices}; set {SLICES} to the "
+      "number of slices that are started, and the other to another number in each"
+    )
+  first = (values.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]).partition(":")[0]
+  return Launch(
+    name,
+    len(hosts) * slices,
+    index + slice_index * len(hosts),
+    expected=f"{first}:{values.get('JAX_COORDINATOR_PORT') or TPU_PORT}",
+    slices=slices if values.get(SLICES) else None,
+  )
 
 
 # In the order in which JAX tries them: mpirun can be used within a Slurm job.

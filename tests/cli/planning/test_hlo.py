@@ -150,7 +150,7 @@ def test_decoding_sends_only_what_tensor_parallelism_needs(name):
 def test_donated_arrays_are_reused(name):
   config, model, programs = compiled(name)
   alias = lambda program: programs[program].memory_analysis().alias_size_in_bytes
-  state = abstract_state(model, run_optimizer(config))
+  state = abstract_state(model, run_optimizer(config, model))
   assert alias("update") >= bytes_per_device(state)
   workload = run_workloads(config)[SAMPLING]
   state = build_engine(config, model).programs.abstract_state(workload)
@@ -165,7 +165,7 @@ def test_a_packed_update_uses_the_kernels_too():
   n, g, t = rollouts.tokens.shape
   array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rollouts.tokens.sharding)
   packing = Packing(array(n, g // 2, t), array(n, g // 2, t), array(n, g))
-  optimizer = run_optimizer(config)
+  optimizer = run_optimizer(config, model)
   update = run_update(config, model, optimizer)
   arguments = (abstract_state(model, optimizer), rollouts.replace(packing=packing), rewards)
   _, program = compile_with_peak(update.lower(*arguments), arguments)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from plan_cases import small_config
 
-from gtpo_jax.cli.planning.estimates import sample_seconds, update_flops, update_seconds
 from gtpo_jax.config import load, resolve_model
+from gtpo_jax.config.roofline import sample_seconds, update_flops, update_seconds
 from gtpo_jax.runtime.chips import CHIPS
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -72,7 +72,7 @@ def test_offloaded_moments_take_no_device_memory():
   model = build_model(small_config(), topology_devices("cpu:8")[0])
 
   def moment_bytes(offload):
-    optimizer = run_optimizer(small_config(**{"optimizer.offload": offload}))
+    optimizer = run_optimizer(small_config(**{"optimizer.offload": offload}), model)
     return bytes_per_device(abstract_state(model, optimizer).opt_state)
 
   assert moment_bytes(False) > 1000

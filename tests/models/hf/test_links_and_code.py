@@ -284,7 +284,9 @@ def test_a_hub_id_is_read_from_the_cache_or_rejected_in_one_line(tmp_path):
   done = run_with_hub(HUB, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path), JAX_NUM_CPU_DEVICES="1")
   lines = done.stdout.splitlines()
   assert len(lines) == 3 and lines[1:] == ["quick", "loaded 32"] and done.stderr == "", done
-  assert lines[0].startswith("rejected: 'gtpo/nowhere' is neither a local folder nor cached")
+  assert lines[0].startswith(
+    "rejected: 'gtpo/nowhere' is neither a local folder nor completely cached"
+  )
   assert contents(tmp_path / "hub" / "models--gtpo--tiny") == before
 
 
