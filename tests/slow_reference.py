@@ -57,6 +57,9 @@ EVERY_GROUP = (
   "rloo",
   "reinforce_pp",
   "max_rl",
+  "pass_at_k",
+  "pass_k_max",
+  "w_reinforce",
   "gigpo",
   "turn_return",
   "mt_grpo",
@@ -207,7 +210,7 @@ def _groups(rewards):
   return groups
 
 
-def rloo(rewards, mask):
+def rloo(rewards, mask, s):
   """Maps {unit: r} to {unit: r - mean of the others in the group}."""
   groups = _groups(rewards)
   out = {}
@@ -217,7 +220,7 @@ def rloo(rewards, mask):
   return out
 
 
-def max_rl(rewards, mask):
+def max_rl(rewards, mask, s):
   """Maps {unit: r} to {unit: (r - mean) / mean}; 0 if the mean is not positive."""
   means = {key: sum(pool) / len(pool) for key, pool in _groups(rewards).items()}
   return {
@@ -225,7 +228,7 @@ def max_rl(rewards, mask):
   }
 
 
-def reinforce_pp(rewards, mask):
+def reinforce_pp(rewards, mask, s):
   """Subtracts the group's mean, then z-scores over all tokens, each with its completion's value."""
   means = {key: sum(pool) / len(pool) for key, pool in _groups(rewards).items()}
   centred = {u: r - means[u[0]] for u, r in rewards.items()}
@@ -235,7 +238,53 @@ def reinforce_pp(rewards, mask):
   return {u: (x - mean) / std if std >= 1e-6 else 0.0 for u, x in centred.items()}
 
 
-CRITIC_FREE = {"rloo": rloo, "max_rl": max_rl, "reinforce_pp": reinforce_pp}
+def qae(rewards, mask, s):
+  """Subtracts the smallest reward that a fraction of the group does not exceed; divides by std."""
+  out = {}
+  for group, pool in _groups(rewards).items():
+    needed = Fraction(str(s["baseline_quantile"])) * len(pool)
+    baseline = min(r for r in pool if sum(other <= r for other in pool) >= needed)
+    mean = sum(pool) / len(pool)
+    std = math.sqrt(sum((r - mean) ** 2 for r in pool) / len(pool))
+    for unit, r in rewards.items():
+      if unit[0] == group:
+        out[unit] = (r - baseline) / std if std >= 1e-6 else 0.0
+  return out
+
+
+def pass_k_max(rewards, mask, s):
+  """Maps the best unit of each group to its lead over the second best, and all others to 0."""
+  ordered = {group: sorted(pool) for group, pool in _groups(rewards).items()}
+  lead = lambda pool: pool[-1] - pool[-2] if len(pool) > 1 else 0.0
+  return {u: lead(ordered[u[0]]) if r == ordered[u[0]][-1] else 0.0 for u, r in rewards.items()}
+
+
+def pass_at_k(correct, penalty, kept, k):
+  """Returns A+ and A- of 2508.10751, plus the centred penalty over s; `kept` lists the units."""
+  out = {}
+  for group in {u[0] for u in kept}:
+    members = [u for u in kept if u[0] == group]
+    count = len(members)
+    size = min(k, count)
+    wrong = sum(not correct[u[:2]] for u in members)
+    mean = 1 - math.comb(wrong, size) / math.comb(count, size)
+    std = math.sqrt(mean * (1 - mean))
+    average = sum(float(penalty[u[:2]]) for u in members) / count
+    for u in members:
+      a = 1 - mean
+      if not correct[u[:2]]:
+        a -= math.comb(wrong - 1, size - 1) / math.comb(count - 1, size - 1)
+      out[u] = (a + float(penalty[u[:2]]) - average) / std if std > 0 else 0.0
+  return out
+
+
+CRITIC_FREE = {
+  "rloo": rloo,
+  "max_rl": max_rl,
+  "reinforce_pp": reinforce_pp,
+  "qae": qae,
+  "pass_k_max": pass_k_max,
+}
 
 
 def advantages(name, batch, s):
@@ -249,7 +298,13 @@ def advantages(name, batch, s):
     of_minus = normalised(minus if own else {u: minus.get(u, 0.0) for u in every}, norm_scope)
     out = {u: of_plus[u] if u in plus else of_minus[u] for u in every}
   elif name in CRITIC_FREE:
-    out = CRITIC_FREE[name](plus | minus, batch["mask"])
+    out = CRITIC_FREE[name](plus | minus, batch["mask"], s)
+  elif name == "pass_at_k":
+    penalty = batch.get("penalty")
+    penalty = np.zeros(batch["correct"].shape) if penalty is None else penalty
+    out = pass_at_k(batch["correct"], penalty, every, s["pass_k"])
+  elif name == "w_reinforce":
+    out = {u: s["positive_weight"] * r for u, r in plus.items()} | minus
   else:
     out = normalised(plus | minus, norm_scope, by_std=name not in CENTRED)
   if s.get("sign_guard"):

@@ -15,10 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units
+from gtpo_jax.algorithms.selection import quantile
 from gtpo_jax.arrays import masked_mean
 from gtpo_jax.runtime.fields import (
   ABOVE_0,
+  AT_LEAST_0,
   FLAG,
+  SHARE,
   Checked,
   Condition,
   at_least,
@@ -72,6 +75,30 @@ class TwoSidedNormalisation(Normalisation):
     'the other side) or "own" (the units of their own side, as public implementations of GTPO do: '
     "correct completions are then not preferred to incorrect ones).",
     one_of(NORM_SIDES),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantileBaseline(GroupNormalisation):
+  """The baseline of a group is a quantile of its rewards."""
+
+  baseline_quantile: float = setting(
+    0.4,
+    "the baseline of a group: its smallest reward that at least this fraction of its rewards do "
+    "not exceed (2509.22611).",
+    SHARE,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class SideWeights(GroupNormalisation):
+  """Rewards are advantages, without a baseline."""
+
+  positive_weight: float = setting(
+    0.1,
+    "multiplies the rewards of correct completions (2506.01347); 0 to learn only from incorrect "
+    "ones.",
+    AT_LEAST_0,
   )
 
 
@@ -146,7 +173,7 @@ def zscore(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   The result is 0 where the std is below `MIN_STD` and where `mask` is False.
   """
   x = centred(x, mask, axes)
-  return _divide(x, jnp.sqrt(masked_mean(jnp.square(x), mask, axes, keepdims=True)))
+  return _divide(x, _root_mean_square(x, mask, axes))
 
 
 def joint_zscore(
@@ -244,6 +271,52 @@ def mean_normalised(
   mean = masked_mean(rewards, units.mask, normalisation.axes, keepdims=True)
   advantages = _divide(centred(rewards, units.mask, normalisation.axes), mean)
   return _guard_signs(advantages, units, normalisation)
+
+
+def quantile_zscore(
+  shaped: ShapedRewards, units: Units, normalisation: QuantileBaseline
+) -> jax.Array:
+  """Subtracts a quantile of the group's rewards and divides by their std (QAE, 2509.22611, eq. 4).
+
+  With rewards of two values, a group of which at most 1 - `baseline_quantile` is correct teaches
+  only its successes, and any other group only its failures. Arguments and result are as in
+  `joint_zscore`.
+  """
+  rewards = shaped.plus + shaped.minus
+  of_group = lambda x, mask: quantile(x, mask, normalisation.baseline_quantile)
+  baseline = jax.vmap(of_group)(rewards, units.mask)[:, None, None]
+  deviation = centred(rewards, units.mask, normalisation.axes)
+  std = _root_mean_square(deviation, units.mask, normalisation.axes)
+  return jnp.where(units.mask, _divide(rewards - baseline, std), 0.0)
+
+
+def best_margin(
+  shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation
+) -> jax.Array:
+  """Returns the best reward minus the second best for the best unit of a group, 0 for all others.
+
+  This is the gradient of the largest reward of a group (2503.19595). Two equally good units both
+  have advantage 0. Arguments and result are as in `joint_zscore`.
+  """
+  axes = normalisation.axes
+  rewards = shaped.plus + shaped.minus
+  highest = lambda among: jnp.where(among, rewards, -jnp.inf).max(axes, keepdims=True)
+  best = units.mask & (rewards == highest(units.mask))
+  second = highest(units.mask & ~best)
+  one_is_best = (best.sum(axes, keepdims=True) == 1) & jnp.isfinite(second)
+  return jnp.where(best & one_is_best, rewards - second, 0.0)
+
+
+def weighted_sides(shaped: ShapedRewards, units: Units, normalisation: SideWeights) -> jax.Array:
+  """Returns the rewards, weighted on O+, without a baseline (W-REINFORCE, 2506.01347).
+
+  Arguments and result are as in `joint_zscore`.
+  """
+  return normalisation.positive_weight * shaped.plus + shaped.minus
+
+
+def _root_mean_square(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+  return jnp.sqrt(masked_mean(jnp.square(x), mask, axes, keepdims=True))
 
 
 def _divide(x: jax.Array, divisor: jax.Array) -> jax.Array:

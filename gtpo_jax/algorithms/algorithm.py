@@ -278,7 +278,7 @@ def _units(algorithm: Algorithm, x: Signals, per_completion: bool | None = None)
         "needs turn_reward and turn_state; pass them"
       )
     earlier = turns.earlier_rewards(x.turn_reward, x.mask)
-    if shaping.by_entropy:
+    if shaping.from_verdict:
       penalty -= earlier
     else:
       reward -= earlier

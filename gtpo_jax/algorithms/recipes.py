@@ -15,13 +15,18 @@ from gtpo_jax.algorithms.advantages import (
   Distillation,
   GroupNormalisation,
   Normalisation,
+  QuantileBaseline,
+  SideWeights,
   TwoSidedNormalisation,
+  best_margin,
   joint_centred,
   joint_zscore,
   leave_one_out,
   mean_normalised,
   no_credit,
+  quantile_zscore,
   two_sided_zscore,
+  weighted_sides,
   whitened,
 )
 from gtpo_jax.algorithms.corrections import Corrections
@@ -52,6 +57,7 @@ from gtpo_jax.algorithms.shaping import (
   GtpoV1Shaping,
   GtpoV2Shaping,
   LengthPenalty,
+  PassKShaping,
   PlainReward,
 )
 from gtpo_jax.algorithms.turn_credit import TurnCredit
@@ -261,6 +267,17 @@ RECIPES: dict[str, Recipe] = {
   "rloo": Recipe("2402.14740", leave_one_out, objective=_PPO, selection=_ALL_GROUPS),
   "reinforce_pp": Recipe("2501.03262", whitened, objective=_PPO, selection=_ALL_GROUPS),
   "max_rl": Recipe("2602.02710", mean_normalised, objective=_PPO, selection=_ALL_GROUPS),
+  "qae": _dapo("2509.22611", quantile_zscore, normalisation=QuantileBaseline()),
+  "pass_at_k": _grpo("2508.10751", joint_centred, shaping=PassKShaping(), objective=_PPO),
+  "pass_k_max": Recipe("2503.19595", best_margin, objective=_PPO, selection=_ALL_GROUPS),
+  "w_reinforce": Recipe(
+    "2506.01347",
+    weighted_sides,
+    rewards=(-1.0, 1.0),
+    objective=_PPO,
+    normalisation=SideWeights(),
+    selection=_ALL_GROUPS,
+  ),
   "entropy_advantage": _dapo(
     "2506.14758", joint_zscore, modulation=AdvantageBonus(bonus_alpha=0.4, bonus_kappa=2.0)
   ),
@@ -378,6 +395,9 @@ class Settings:
   guide_completions: int | None = None
   guide_cap: float | None = None
   lambda_zero: float | None = None
+  baseline_quantile: float | None = None
+  pass_k: int | None = None
+  positive_weight: float | None = None
   bonus_alpha: float | None = None
   bonus_kappa: float | None = None
   step: str | None = None

@@ -13,6 +13,10 @@ from gtpo_jax.algorithms import OBJECTIVES, RECIPES, make
 # The tests of algorithms with a teacher are in test_distillation.py.
 NAMES = tuple(name for name, recipe in RECIPES.items() if not recipe.distillation)
 CONTRAST = tuple(name for name in NAMES if name not in EVERY_GROUP)
+# A reward of its own is credit, without the rewards of the others in the group.
+WITHOUT_BASELINE = ("w_reinforce",)
+# Groups that are all correct or all incorrect are in the loss, with advantages of 0.
+ZERO_WITHOUT_CONTRAST = ("pass_at_k",)
 WITHOUT_ENTROPY = tuple(name for name in NAMES if name not in BY_ENTROPY)
 SEQUENCE_RATIO = (*SEQUENCE_LEVEL, "gspo")
 # The loss of a token depends on the other tokens of its completion.
@@ -45,6 +49,9 @@ STRONG = {
   "grpo_s": {"beta1": 0.8, "beta2": 0.4},
   "grpo_s_v1": {"beta": 0.4},
   "grpo_s_v2": {"beta": 0.4},
+  "qae": {"baseline_quantile": 0.6},
+  "pass_at_k": {"pass_k": 2},
+  "w_reinforce": {"positive_weight": 0.7},
 }
 # Settings that make each objective act on some, but not all, tokens of `random_policies`.
 STRONG_OBJECTIVE = {

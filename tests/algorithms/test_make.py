@@ -129,6 +129,10 @@ PUBLISHED = {
   "rloo": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "reinforce_pp": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "max_rl": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
+  "qae": ({**DAPO, "baseline_quantile": 0.4}, (-1, 1)),
+  "pass_at_k": ({**GRPO, "pass_k": 4}, (0, 1)),
+  "pass_k_max": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
+  "w_reinforce": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2, "positive_weight": 0.1}, (-1, 1)),
   "entropy_advantage": ({**DAPO, "bonus_alpha": 0.4, "bonus_kappa": 2.0}, (-1, 1)),
   "fipo": (
     {
@@ -256,6 +260,10 @@ def test_resolved_settings_make_the_same_algorithm(name, options):
     ("dapo", "overlong_buffer", 1.5, "an integer >= 0 (tokens)"),
     ("dapo_mixed", "guide_completions", 0, "an integer >= 1"),
     ("dapo_mixed", "guide_completions", 2.0, "an integer >= 1"),
+    ("qae", "baseline_quantile", 0.0, "in (0, 1]"),
+    ("pass_at_k", "pass_k", 0, "an integer >= 1"),
+    ("pass_at_k", "pass_k", 2.0, "an integer >= 1"),
+    ("w_reinforce", "positive_weight", -0.1, "at least 0 and finite"),
     ("gtpo", "sign_guard", "no", "True or False"),  # any text is true
     ("gtpo", "sign_guard", 2, "True or False"),
     ("gtpo", "sign_guard", 1, "True or False"),
@@ -287,6 +295,9 @@ def test_a_bad_value_is_refused_with_the_value_and_the_bound(name, setting, valu
     ("dapo", "overlong_buffer", 0),
     ("dapo_mixed", "guide_completions", 1),
     ("dapo_mixed", "lambda_zero", 0),
+    ("qae", "baseline_quantile", 1.0),
+    ("pass_at_k", "pass_k", 1),
+    ("w_reinforce", "positive_weight", 0),
     ("dapo", "length_penalty", "group_relative"),
     ("dapo", "loss_aggregation", "group"),
     ("gtpo", "sign_guard", True),

@@ -248,6 +248,68 @@ def test_dapo_mixed():
   close(metrics["ratio/mean"], (1.5 + 1.0 + 0.5 + 1.1 + 1.5) / 5)
 
 
+def completions(*correct):
+  """Returns a group of completions of one token, whose rewards are 1 and 0."""
+  right = jnp.asarray([correct], bool)
+  alive = jnp.ones((1, len(correct), 1), bool)
+  reward = right.astype(jnp.float32)
+  return {"entropy": 0.0 * alive, "mask": alive, "correct": right, "reward": reward}
+
+
+def test_qae():
+  """The 2nd smallest of five rewards is the baseline with K = 0.4, the std is 0.4 or 0.49."""
+  algorithm = make("qae", baseline_quantile=0.4)
+  of = lambda *correct: algorithm.advantages(**completions(*correct))[0, :, 0]
+  # A fifth and three fifths are correct, at most 1 - K: the baseline is 0.
+  close(of(1, 0, 0, 0, 0), [2.5, 0, 0, 0, 0])
+  close(of(1, 1, 1, 0, 0), [1 / 0.24**0.5] * 3 + [0, 0])
+  # Four fifths are correct: the baseline is 1.
+  close(of(1, 1, 1, 1, 0), [0, 0, 0, 0, -2.5])
+  # Graded rewards: 0.1, 0.2, 0.4, 0.5, 0.8 have mean 0.4 and variance 0.3 / 5; the baseline is 0.2.
+  graded = completions(1, 0, 0, 0, 0) | {"reward": jnp.asarray([[0.8, 0.1, 0.5, 0.2, 0.4]])}
+  std = 0.06**0.5
+  close(algorithm.advantages(**graded)[0, :, 0], np.array([0.6, -0.1, 0.3, 0, 0.2]) / std)
+
+
+def test_pass_at_k():
+  """One of four is correct: half of the six pairs succeed, and each pair of three failures."""
+  of = lambda k, *correct: make("pass_at_k", pass_k=k).advantages(**completions(*correct))[0, :, 0]
+  # R = 1 - C(3, 2) / C(4, 2) = 1/2, s = 1/2; A- = (1/2 - C(2, 1) / C(3, 1)) / s = -1/3.
+  close(of(2, 1, 0, 0, 0), [1, -1 / 3, -1 / 3, -1 / 3])
+  # R = 1 - C(2, 2) / C(4, 2) = 5/6, s = sqrt(5)/6; A- = (1/6 - 1/3) / s.
+  right = 1 / 5**0.5
+  close(of(2, 1, 1, 0, 0), [right, right, -right, -right])
+  # Every pair has one of the three correct ones.
+  close(of(2, 1, 1, 1, 0), [0, 0, 0, 0])
+  # With k = 1, the z-score of GRPO: mean 1/4, std sqrt(3)/4.
+  close(of(1, 1, 0, 0, 0), [3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)])
+  # A group of fewer than k completions counts as a whole.
+  close(of(9, 1, 0, 0, 0), [0, 0, 0, 0])
+  penalised = completions(1, 0, 0, 0) | {"penalty": jnp.asarray([[-0.4, 0.0, 0.0, 0.0]])}
+  # -0.4 has the mean -0.1, and s is 1/2.
+  expected = [1 - 0.6, -1 / 3 + 0.2, -1 / 3 + 0.2, -1 / 3 + 0.2]
+  close(make("pass_at_k", pass_k=2).advantages(**penalised)[0, :, 0], expected)
+
+
+def test_pass_k_max():
+  of = lambda x: make("pass_k_max").advantages(**x)[0, :, 0]
+  close(of(completions(0, 1, 0, 0)), [0, 1, 0, 0])
+  close(of(completions(0, 1, 0, 1)), [0, 0, 0, 0])
+  graded = completions(1, 0, 0, 0) | {"reward": jnp.asarray([[0.3, 0.1, 0.9, 0.5]])}
+  close(of(graded), [0, 0, 0.4, 0])
+  close(of(completions(1)), [0])
+
+
+def test_w_reinforce():
+  rewards = {"reward": jnp.asarray([[1.0, 1.0, -1.0, -1.0]])}
+  _, _, advantages, loss = work(make("w_reinforce"), TOKENS, **rewards)
+  close(advantages, per_completion(0.1, 0.1, -1, -1))
+  # Ratios 1.5 -> 1.2, 1, 0.5 on O+; 0.5 -> 0.8, 1.1, 1.5 on O-.
+  close(loss, -(0.1 * (1.2 + 1.0 + 0.5) - (0.8 + 1.1 + 1.5)) / 6)
+  _, _, negative_only, _ = work(make("w_reinforce", positive_weight=0.0), TOKENS, **rewards)
+  close(negative_only, per_completion(0, 0, -1, -1))
+
+
 def test_the_effective_fraction_of_participants():
   """(sum x)^2 / sum x^2, divided by the number of tokens; "matrix" compares all of them.
 

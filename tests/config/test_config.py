@@ -275,6 +275,10 @@ def test_lower_bounds(name, least):
       ["algorithm.overlong_buffer must be below sampling.max_tokens = 40, got 40"],
     ),
     (
+      {"algorithm__name": "pass_at_k", "algorithm__pass_k": 8, "batch__group": 8},
+      ["algorithm.pass_k must be below batch.group = 8", "got 8"],
+    ),
+    (
       {"optimizer__learning_rate": 0.0},
       ["optimizer.learning_rate must be above 0 and finite, got 0.0"],
     ),

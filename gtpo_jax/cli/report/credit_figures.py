@@ -151,7 +151,7 @@ def distinct_algorithms() -> list[tuple[str, Algorithm]]:
     if settings.guide_completions or recipe.distillation:
       continue
     uniform = not (recipe.per_token_credit or settings.forking_share)
-    plain = uniform and not recipe.shaping.by_entropy
+    plain = uniform and not recipe.shaping.from_verdict
     same.setdefault("plain" if plain else name, []).append(name)
   joined = lambda names: ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
   return [(joined(names), make(names[0])) for names in same.values()]

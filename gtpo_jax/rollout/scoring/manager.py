@@ -198,7 +198,7 @@ class RewardManager:
       with np.errstate(over="ignore", invalid="ignore"):  # sums that are too large: see below
         terms[name] = weight * np.nan_to_num(part)
         reward += terms[name]
-        if algorithm.recipe.shaping.by_entropy and name != "correct":
+        if algorithm.recipe.shaping.from_verdict and name != "correct":
           added += terms[name]
     too_large = ~(np.maximum(np.abs(reward), np.abs(added)) <= MAX_NUMBER)
     if too_large.any():
