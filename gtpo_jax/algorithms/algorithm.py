@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from gtpo_jax.algorithms.advantages import Distillation
 from gtpo_jax.algorithms.loss import objective_inputs, token_objectives
 from gtpo_jax.algorithms.objectives import CHOICE
-from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS, k3
+from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe, Settings
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units, completion_entropy
 from gtpo_jax.algorithms.selection import all_wrong, top_share
@@ -222,9 +222,7 @@ class Algorithm:
     loss = -jnp.where(mask, weights * objective, 0.0).sum()
     kl_weight = recipe.reference.kl_weight
     if kl_weight:
-      # Only on the policy's own tokens: k3 assumes samples from the policy, and the ratio to the
-      # reference can be huge on the guide's tokens.
-      divergence = k3(log_probs, x.log_probs_reference, x.own)
+      divergence = recipe.reference.divergence(log_probs, x)
       loss += kl_weight * jnp.where(x.own, weights * divergence, 0.0).sum()
       metrics["kl/reference"] = mean_or_nan(divergence, x.own)
     if recipe.entropy_bonus:

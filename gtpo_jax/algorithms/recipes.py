@@ -35,6 +35,7 @@ from gtpo_jax.algorithms.modulation import AdvantageBonus, ConfidenceModulation,
 from gtpo_jax.algorithms.objectives import (
   CHOICE,
   OBJECTIVES,
+  Aspo,
   Cispo,
   Clip,
   ClipCov,
@@ -287,6 +288,7 @@ RECIPES: dict[str, Recipe] = {
     objective=Stare(selected_share=0.1, surprise_weight=1.1, entropy_gate=0.3),
     selection=_DYNAMIC,
   ),
+  "aspo": _dapo("2510.06062", joint_zscore, objective=Aspo()),
   "fipo": _dapo("2603.19835", joint_zscore, objective=Fipo()),
   "empg": _dapo("2509.09265", joint_zscore, modulation=ConfidenceModulation()),
   "gigpo": Recipe(
@@ -372,6 +374,7 @@ class Settings:
   overlong_filter: bool | None = None
   dynamic_sampling: bool | None = None
   kl_weight: float | None = None
+  kl_estimator: str | None = None
   entropy_coef: float | None = None
   entropy_target: float | None = None
   entropy_coef_delta: float | None = None

@@ -22,7 +22,7 @@ SEQUENCE_RATIO = (*SEQUENCE_LEVEL, "gspo")
 # The loss of a token depends on the other tokens of its completion.
 NOT_PER_TOKEN = (*SEQUENCE_RATIO, "gspo_token", "gmpo", "fipo")
 # The objectives that are a weight without a gradient times the log-prob.
-WEIGHTED_LOG_PROBS = ("cispo", "dppo")
+WEIGHTED_LOG_PROBS = ("cispo", "dppo", "aspo")
 
 COMPARISONS = [
   (compare, scope) for compare in ("position", "sequence", "matrix") for scope in ("group", "batch")
@@ -58,6 +58,7 @@ STRONG_OBJECTIVE = {
   "cispo": {"eps_low": 0.4, "eps_high": 0.5},
   "gmpo": {"eps_low": 0.3, "eps_high": 0.2},
   "dppo": {"delta_low": 0.1, "delta_high": 0.1, "ratio_cap": 1.5},
+  "aspo": {"eps_low": 0.3, "eps_high": 0.3, "ratio_cap": 1.4},
   "clip_cov": {"selected_share": 0.2, "cov_low": 0.05, "cov_high": 1.5},
   "kl_cov": {"selected_share": 0.2, "kl_cov_coef": 0.7},
   "stare": {"selected_share": 0.3, "surprise_weight": 1.4, "entropy_gate": 50.0},

@@ -139,6 +139,8 @@ LOSSES += [
   ("entropy_advantage", {"ratio": "gspo_token"}),
   ("empg", {"step": "token", "clarity": 0.4, "confidence_k": 2.0}),
   ("gtpo", {"norm_sides": "own"}),
+  ("grpo", {"kl_weight": 0.3, "kl_estimator": "k2"}),
+  ("dapo_mixed", {"kl_weight": 0.3, "kl_estimator": "k3_ratio"}),
   ("gigpo", {"turn_norm": "mean", "step_weight": 0.5}),
 ]
 # Every objective with the credit of GTPO and of GRPO-S.

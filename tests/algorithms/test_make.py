@@ -16,6 +16,7 @@ BASE = {
   "loss_aggregation": "token",
   "contrast": True,
   "kl_weight": 0.0,
+  "kl_estimator": "k3",
   "tis_cap": 0.0,
   "tis_level": "token",
   "mask_low": 0.0,
@@ -134,6 +135,17 @@ PUBLISHED = {
   "pass_k_max": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "w_reinforce": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2, "positive_weight": 0.1}, (-1, 1)),
   "entropy_advantage": ({**DAPO, "bonus_alpha": 0.4, "bonus_kappa": 2.0}, (-1, 1)),
+  "aspo": (
+    {
+      **BASE,
+      "dynamic_sampling": True,
+      "objective": "aspo",
+      "eps_low": 0.2,
+      "eps_high": 0.2,
+      "ratio_cap": 3.0,
+    },
+    (-1, 1),
+  ),
   "fipo": (
     {
       **DAPO,
@@ -314,6 +326,8 @@ def test_numpy_numbers_are_accepted():
 
 def test_settings_that_would_have_no_effect_are_refused():
   assert make("dapo", gamma=1, length_penalty="group_relative").settings.gamma == 1
+  with pytest.raises(UserError, match="'k2' only has an effect with kl_weight above"):
+    make("dapo", kl_estimator="k2")
   with pytest.raises(UserError) as error:
     make("dapo", gamma=0.6)
   assert str(error.value) == (
