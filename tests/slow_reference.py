@@ -57,6 +57,7 @@ EVERY_GROUP = (
   "rloo",
   "reinforce_pp",
   "max_rl",
+  "gdpo",
   "pass_at_k",
   "pass_k_max",
   "w_reinforce",
@@ -231,11 +232,15 @@ def max_rl(rewards, mask, s):
 def reinforce_pp(rewards, mask, s):
   """Subtracts the group's mean, then z-scores over all tokens, each with its completion's value."""
   means = {key: sum(pool) / len(pool) for key, pool in _groups(rewards).items()}
-  centred = {u: r - means[u[0]] for u, r in rewards.items()}
-  tokens = [centred[u] for u in centred for _ in range(int(mask[u[:2]].sum()))]
+  return over_tokens({u: r - means[u[0]] for u, r in rewards.items()}, mask)
+
+
+def over_tokens(values, mask):
+  """Maps {unit: x} to z-scores over all tokens, each with its completion's value."""
+  tokens = [values[u] for u in values for _ in range(int(mask[u[:2]].sum()))]
   mean = sum(tokens) / len(tokens)
   std = math.sqrt(sum((x - mean) ** 2 for x in tokens) / len(tokens))
-  return {u: (x - mean) / std if std >= 1e-6 else 0.0 for u, x in centred.items()}
+  return {u: (x - mean) / std if std >= 1e-6 else 0.0 for u, x in values.items()}
 
 
 def qae(rewards, mask, s):
@@ -278,6 +283,20 @@ def pass_at_k(correct, penalty, kept, k):
   return out
 
 
+def gdpo(batch, kept):
+  """Z-scores each part and the penalty in its group, then their weighted sum over all tokens."""
+  penalty = batch.get("penalty")
+  total = dict.fromkeys(kept, 0.0)
+  for k in range(batch["parts"].shape[-1]):
+    own = normalised({u: float(batch["parts"][*u[:2], k]) for u in kept}, "group")
+    for u in kept:
+      total[u] += float(batch["part_weights"][u[0], k]) * own[u]
+  if penalty is not None:
+    own = normalised({u: float(penalty[u[:2]]) for u in kept}, "group")
+    total = {u: x + own[u] for u, x in total.items()}
+  return over_tokens(total, batch["mask"])
+
+
 CRITIC_FREE = {
   "rloo": rloo,
   "max_rl": max_rl,
@@ -303,6 +322,8 @@ def advantages(name, batch, s):
     penalty = batch.get("penalty")
     penalty = np.zeros(batch["correct"].shape) if penalty is None else penalty
     out = pass_at_k(batch["correct"], penalty, every, s["pass_k"])
+  elif name == "gdpo":
+    out = gdpo(batch, every)
   elif name == "w_reinforce":
     out = {u: s["positive_weight"] * r for u, r in plus.items()} | minus
   else:

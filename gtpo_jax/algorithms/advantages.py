@@ -43,6 +43,7 @@ class GroupNormalisation(Checked):
   norm_scope: ClassVar[str] = "group"
   norm_sides: ClassVar[str] = "all"
   sign_guard: ClassVar[bool] = False
+  needs: ClassVar[tuple[str, ...]] = ()  # fields of `Signals`
 
   @property
   def axes(self) -> tuple[int, ...]:
@@ -100,6 +101,13 @@ class SideWeights(GroupNormalisation):
     "ones.",
     AT_LEAST_0,
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class PartNormalisation(GroupNormalisation):
+  """Each part of the reward is normalised in its group, before the parts are added."""
+
+  needs: ClassVar[tuple[str, ...]] = ("parts", "part_weights")
 
 
 # (shaped, units, normalisation) -> advantages f32[n, g, u].
@@ -252,11 +260,27 @@ def whitened(shaped: ShapedRewards, units: Units, normalisation: GroupNormalisat
   tokens, as the public implementations do. Arguments and result are as in `joint_zscore`.
   """
   x = centred(shaped.plus + shaped.minus, units.mask, normalisation.axes)
+  return _guard_signs(_zscore_over_tokens(x, units), units, normalisation)
+
+
+def part_zscores(
+  shaped: ShapedRewards, units: Units, normalisation: PartNormalisation
+) -> jax.Array:
+  """Z-scores each part of the reward in its group, and their weighted sum over all tokens (GDPO).
+
+  The penalty is a part with the weight 1. The second z-score is that of `whitened` (2601.05242).
+  Result as in `joint_zscore`.
+  """
+  weights = units.part_weights[:, None]
+  x = (weights * zscore(units.parts, units.mask, (1,))).sum(-1, keepdims=True)
+  return _zscore_over_tokens(x + zscore(units.penalty, units.mask, (1,)), units)
+
+
+def _zscore_over_tokens(x: jax.Array, units: Units) -> jax.Array:
   total = jnp.maximum(units.tokens.sum(), 1)
   mean = (units.tokens * x).sum() / total
   std = jnp.sqrt((units.tokens * jnp.square(x - mean)).sum() / total)
-  advantages = jnp.where(units.mask, _divide(x - mean, std), 0.0)
-  return _guard_signs(advantages, units, normalisation)
+  return jnp.where(units.mask, _divide(x - mean, std), 0.0)
 
 
 def mean_normalised(

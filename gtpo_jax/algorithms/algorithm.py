@@ -73,8 +73,12 @@ class Algorithm:
 
     Raises:
       UserError: `guided` is given and the recipe has no guide, or there is a teacher and
-        `divergence` is not given, or turns are compared and their rewards are not given.
+        `divergence` is not given, or turns are compared and their rewards are not given, or a
+        signal in `recipe.needs` is not given.
     """
+    for name in self.recipe.needs:
+      if getattr(signals, name) is None:
+        raise UserError(f"algorithm {self.name!r} needs {name}; pass it")
     x = jax.lax.stop_gradient(signals)
     shaped, units = self.shaped(x)
     advantages = self.recipe.advantage(shaped, units, self.recipe.normalisation)
@@ -281,7 +285,7 @@ def _units(algorithm: Algorithm, x: Signals, per_completion: bool | None = None)
     else:
       reward -= earlier
   columns = x.correct[..., None], reward[..., None], penalty[..., None]
-  return Units(entropy, mask, *columns, tokens, x.gaps, x.turn_state)
+  return Units(entropy, mask, *columns, tokens, x.gaps, x.turn_state, x.parts, x.part_weights)
 
 
 def _check_loss_signals(algorithm: Algorithm, x: Signals, entropy: jax.Array | None) -> None:

@@ -15,6 +15,7 @@ from gtpo_jax.algorithms.advantages import (
   Distillation,
   GroupNormalisation,
   Normalisation,
+  PartNormalisation,
   QuantileBaseline,
   SideWeights,
   TwoSidedNormalisation,
@@ -24,6 +25,7 @@ from gtpo_jax.algorithms.advantages import (
   leave_one_out,
   mean_normalised,
   no_credit,
+  part_zscores,
   quantile_zscore,
   two_sided_zscore,
   weighted_sides,
@@ -121,6 +123,11 @@ class Recipe:
     for part in self.parts.values():
       values |= dataclasses.asdict(part)
     return values
+
+  @property
+  def needs(self) -> tuple[str, ...]:
+    """The fields of `Signals` that only this algorithm's advantages need; see also `turns`."""
+    return self.normalisation.needs
 
   @property
   def selects(self) -> bool:
@@ -269,6 +276,13 @@ RECIPES: dict[str, Recipe] = {
   "reinforce_pp": Recipe("2501.03262", whitened, objective=_PPO, selection=_ALL_GROUPS),
   "max_rl": Recipe("2602.02710", mean_normalised, objective=_PPO, selection=_ALL_GROUPS),
   "qae": _dapo("2509.22611", quantile_zscore, normalisation=QuantileBaseline()),
+  "gdpo": Recipe(
+    "2601.05242",
+    part_zscores,
+    objective=_PPO,
+    normalisation=PartNormalisation(),
+    selection=_ALL_GROUPS,
+  ),
   "pass_at_k": _grpo("2508.10751", joint_centred, shaping=PassKShaping(), objective=_PPO),
   "pass_k_max": Recipe("2503.19595", best_margin, objective=_PPO, selection=_ALL_GROUPS),
   "w_reinforce": Recipe(

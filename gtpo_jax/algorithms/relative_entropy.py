@@ -112,6 +112,8 @@ class Units(NamedTuple):
   # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
   gaps: bool | None = None
   states: jax.Array | None = None  # i32[n, g, u], of turns; needed by `StateSets`
+  parts: jax.Array | None = None  # f32[n, g, k], of the reward; needed by `part_zscores`
+  part_weights: jax.Array | None = None  # f32[n, k]
 
   def known(self, sets: Sets) -> Sets:
     """Returns comparison sets with the states that they need."""

@@ -62,6 +62,8 @@ class CreditRecord:
   correct: np.ndarray  # bool[n, g]
   reward: np.ndarray  # f32[n, g]
   penalty: np.ndarray  # f32[n, g]
+  parts: np.ndarray  # f32[n, g, parts], as in `Rewards`; no parts if the algorithm needs none
+  part_weights: np.ndarray  # f32[n, parts]
   valid: np.ndarray  # bool[n, g]; False: excluded from loss and statistics
   finished: np.ndarray  # bool[n, g]; False: cut off at the length limit
   guided: np.ndarray  # bool[n, g]; True: sampled from the guide
@@ -98,6 +100,8 @@ class CreditRecord:
       divergence=self.divergence if recipe.distillation else None,
       turn_reward=self.turn_reward if recipe.turns else None,
       turn_state=self.turn_state if recipe.turns else None,
+      parts=self.parts,
+      part_weights=self.part_weights,
     )
     return signals.only(self.valid)
 
@@ -151,6 +155,8 @@ def write_credit(
     correct=batch.correct,
     reward=rewards.reward,
     penalty=rewards.penalty,
+    parts=_or_zeros(rewards.parts, none[..., None][..., :0], np.float32),
+    part_weights=_or_zeros(rewards.part_weights, none[:, :0], np.float32),
     valid=valid,
     finished=rollouts.finished,
     guided=none if rollouts.guided is None else rollouts.guided,
@@ -346,6 +352,8 @@ def _read(file: Path) -> CreditRecord:
   arrays.setdefault("divergence", np.zeros_like(arrays["entropy"]))  # of runs before 0.2.0
   for name, dtype in (("turn_reward", np.float32), ("turn_state", np.int32)):  # before 0.4.0
     arrays.setdefault(name, np.zeros(arrays["entropy"].shape, dtype))
+  arrays.setdefault("parts", np.zeros((*arrays["lengths"].shape, 0), np.float32))
+  arrays.setdefault("part_weights", np.zeros((len(arrays["lengths"]), 0), np.float32))
   arrays.setdefault("turn_truth", np.full(arrays["entropy"].shape, np.nan, np.float32))
   for name in PER_TOKEN:
     where = present if name in OF_BATCH else present[arrays["shown"]]

@@ -136,7 +136,7 @@ def make_update(
     teacher_params: Params | None = None,
   ) -> tuple[TrainState, Metrics]:
     credit = Signals.of(rollouts, rewards).only(rewards.valid)
-    signals = credit.without_turns().replace(
+    signals = credit.after_credit().replace(
       advantages=algorithm.advantages(credit),
       mask=algorithm.loss_mask(credit),
       teacher_weights=algorithm.teacher_weights(credit) if teacher else None,

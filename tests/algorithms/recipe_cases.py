@@ -132,11 +132,23 @@ def random_batch(seed, name="gtpo", n=7, g=5, t=4):
     "reward": np.where(correct, right, wrong).astype(np.float32),
     "penalty": -rng.random((n, g)).astype(np.float32),
   }
-  if RECIPES[name].turns:
-    batch |= random_turns(rng, batch)
+  batch |= random_needs(rng, name, batch)
   if has_guide(name):
     batch["guided"] = np.broadcast_to(np.arange(g) >= g - 2, (n, g)).copy()
   return batch
+
+
+def random_needs(rng, name, batch):
+  """Returns the signals that only this recipe needs."""
+  if RECIPES[name].turns:
+    return random_turns(rng, batch)
+  shape = batch["correct"].shape
+  needs = {}
+  if "parts" in RECIPES[name].needs:
+    parts = np.stack([batch["reward"], *rng.random((2, *shape)).round(1)], -1)
+    needs["parts"] = parts.astype(np.float32)
+    needs["part_weights"] = np.tile(np.float32([1.0, 0.5, -0.2]), (len(parts), 1))
+  return needs
 
 
 def with_gaps(batch, seed, t=11):

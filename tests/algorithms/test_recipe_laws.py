@@ -86,6 +86,8 @@ def test_a_batch_without_any_contrast_teaches_nothing(name):
       "reward": np.full_like(batch["reward"], 0.3),
       "penalty": np.zeros_like(batch["penalty"]),
     }
+    if "parts" in batch:
+      same["parts"] = np.full_like(batch["parts"], 0.3)
     if "turn_reward" in batch:
       same["turn_reward"] = np.zeros_like(batch["turn_reward"])
     got = run(strong(name, **corrections(name)), batch | same, policies)
@@ -123,6 +125,8 @@ def test_the_reward_of_an_uncounted_completion_has_no_effect(name):
       "penalty": fill(batch["penalty"]),
       "correct": batch["correct"] ^ absent,
     }
+    if "parts" in batch:
+      changed["parts"] = np.where(absent[..., None], np.float32(garbage), batch["parts"])
     assert_same(run(algorithm, batch | changed, policies_of(batch)), clean, exactly=True)
 
 
@@ -136,7 +140,7 @@ def test_the_order_of_prompts_and_completions_has_no_effect(name):
   n, g, _ = batch["mask"].shape
   prompts = rng.permutation(n)[:, None]
   completions = rng.permuted(np.tile(np.arange(g), (n, 1)), axis=1)
-  shuffle = lambda x: x[prompts, completions] if x.ndim else x
+  shuffle = lambda x: x[prompts, completions] if x.shape[:2] == (n, g) else x  # part_weights
   shuffled = lambda tree: jax.tree.map(shuffle, tree)
   got = run(algorithm, shuffled(batch), shuffled(policies))
   assert_same(got, shuffled(run(algorithm, batch, policies)))

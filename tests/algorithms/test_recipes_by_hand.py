@@ -12,6 +12,7 @@ import pytest
 from recipe_cases import BONUS
 
 from gtpo_jax.algorithms import make
+from gtpo_jax.runtime.errors import UserError
 
 MASK = jnp.asarray([[[True, True], [True, False], [True, True], [True, False]]])
 CORRECT = jnp.asarray([[True, True, False, False]])
@@ -269,6 +270,27 @@ def test_qae():
   graded = completions(1, 0, 0, 0, 0) | {"reward": jnp.asarray([[0.8, 0.1, 0.5, 0.2, 0.4]])}
   std = 0.06**0.5
   close(algorithm.advantages(**graded)[0, :, 0], np.array([0.6, -0.1, 0.3, 0, 0.2]) / std)
+
+
+def test_gdpo():
+  """A verdict, and half as much a format that the failures keep more often than the success."""
+  x = completions(1, 0, 0, 0) | {
+    "parts": jnp.asarray([[[1.0, 0.0], [0.0, 0.1], [0.0, 0.1], [0.0, 0.0]]]),
+    "part_weights": jnp.asarray([[1.0, 0.5]]),
+  }
+  # z-scores of the verdict: mean 1/4, std sqrt(3)/4; of the format: mean 0.05, std 0.05.
+  r = 3**0.5
+  total = np.array([r - 0.5, -1 / r + 0.5, -1 / r + 0.5, -1 / r - 0.5])
+  close(make("gdpo").advantages(**x)[0, :, 0], total / total.std())
+  # The second z-score counts tokens: the first completion has two of five. The penalty is a part.
+  longer = jnp.asarray([[[True, True], [True, False], [True, False], [True, False]]])
+  penalty = {"penalty": jnp.asarray([[-0.3, 0.0, 0.0, 0.0]])}
+  total = total + np.array([-r, 1 / r, 1 / r, 1 / r])
+  tokens = total[[0, 0, 1, 2, 3]]
+  got = make("gdpo").advantages(**x | penalty | {"mask": longer, "entropy": 0.0 * longer})
+  close(got[0, :, 0], (total - tokens.mean()) / tokens.std())
+  with pytest.raises(UserError, match="'gdpo' needs part_weights; pass it"):
+    make("gdpo").advantages(**x | {"part_weights": None})
 
 
 def test_pass_at_k():

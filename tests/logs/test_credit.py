@@ -32,6 +32,8 @@ def make_record(step=3):
     correct=np.array([[True, False], [False, True]]),
     reward=np.array([[1, 0], [0, 1]], np.float32),
     penalty=np.full((2, 2), -0.25, np.float32),
+    parts=np.arange(12, dtype=np.float32).reshape(2, 2, 3),
+    part_weights=np.array([[1, 0.5, 2]] * 2, np.float32),
     valid=np.array([[True, True], [True, False]]),
     finished=~false,
     guided=false,

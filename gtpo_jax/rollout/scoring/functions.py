@@ -187,6 +187,18 @@ class FunctionCaller:
         flush=True,
       )
 
+  def show_cancelled_once(self, parts: str) -> None:
+    """Prints, the first time, that parts of the reward cancel each other in a group."""
+    if parts not in self._shown:
+      self._shown.add(parts)
+      print(
+        f"gtpo: the parts of reward.parts = {parts!r} differ in a group whose sums are all equal, "
+        "so the group teaches nothing; change a weight, or normalise each part with "
+        "algorithm.name=gdpo",
+        file=sys.stderr,
+        flush=True,
+      )
+
 
 def takes_episodes(function: RewardFunction) -> bool:
   """Whether a reward function has a parameter `episodes`."""

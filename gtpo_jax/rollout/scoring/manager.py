@@ -6,9 +6,10 @@ it is then excluded from the loss and the statistics, and counted in `reward/no_
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -179,6 +180,7 @@ class RewardManager:
     correct = is_correct & ~failed & without_fault
     reward = np.zeros(finished.shape)
     added = np.zeros(finished.shape)
+    parts = []
     terms = {}
     tallies = []
     if episodes:
@@ -196,7 +198,8 @@ class RewardManager:
         scored &= ~np.isnan(part)
         tallies.append(Tallies.mean(f"reward/part/{name}", part))
       with np.errstate(over="ignore", invalid="ignore"):  # sums that are too large: see below
-        terms[name] = weight * np.nan_to_num(part)
+        parts.append(np.nan_to_num(part))
+        terms[name] = weight * parts[-1]
         reward += terms[name]
         if algorithm.recipe.shaping.from_verdict and name != "correct":
           added += terms[name]
@@ -217,7 +220,28 @@ class RewardManager:
       penalty = soft_overlong(lengths, max_tokens, settings.overlong_buffer)
     reward = reward.astype(np.float32)
     added = added.astype(np.float32)
-    return RewardResult(correct, scored, reward, added, penalty, valid, Tallies.total(tallies))
+    result = RewardResult(correct, scored, reward, added, penalty, valid, Tallies.total(tallies))
+    if "parts" in algorithm.recipe.needs:
+      weights = np.asarray([weight for _, weight in section.weighted], np.float32)
+      stacked = np.stack(parts, -1).astype(np.float32)
+      return dataclasses.replace(
+        result, parts=stacked, part_weights=np.tile(weights, (len(stacked), 1))
+      )
+    from_verdict = algorithm.recipe.shaping.from_verdict
+    if not from_verdict and _cancel(terms.values(), reward + penalty, valid):
+      self._call.show_cancelled_once(section.parts)
+    return result
+
+
+def _cancel(terms: Iterable[np.ndarray], total: np.ndarray, valid: np.ndarray) -> bool:
+  """Whether the weighted parts of some group differ while their sum does not."""
+
+  def differs(x: np.ndarray) -> np.ndarray:
+    low = np.where(valid, x, np.inf).min(1, initial=np.inf)
+    high = np.where(valid, x, -np.inf).max(1, initial=-np.inf)
+    return high - low > 1e-6 * np.maximum(np.abs(low), np.abs(high))
+
+  return bool((np.any([differs(x) for x in terms], axis=0) & ~differs(total)).any())
 
 
 def _of_episodes(

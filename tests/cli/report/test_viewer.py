@@ -58,6 +58,8 @@ def record_of(correct, lengths, width):
     turn_truth=np.zeros((*shape, width), np.float32),
     correct=np.asarray([correct]),
     reward=none,
+    parts=np.zeros((*shape, 0), np.float32),
+    part_weights=np.zeros((1, 0), np.float32),
     penalty=none,
     valid=np.ones(shape, bool),
     finished=np.ones(shape, bool),
