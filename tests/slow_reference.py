@@ -64,6 +64,7 @@ EVERY_GROUP = (
   "gigpo",
   "turn_return",
   "mt_grpo",
+  "rlsd",
 )
 
 
@@ -339,6 +340,11 @@ def advantages(name, batch, s):
       a = s["outcome_weight"] * a + s["step_weight"] * of_turns[i, j, k]
     if s.get("bonus_alpha"):
       a += min(s["bonus_alpha"] * float(batch["entropy"][i, j, k]), abs(a) / s["bonus_kappa"])
+    if s.get("teacher_mix") is not None:
+      sign = int(a > 0) - int(a < 0)
+      weight = math.exp(min(max(-sign * float(batch["divergence"][i, j, k]), -20), 20))
+      weight = min(max(weight, 1 - s["teacher_clip"]), 1 + s["teacher_clip"])
+      a *= 1 - s["teacher_mix"] + s["teacher_mix"] * weight
     per_token[i, j, k] = a
   return empg(per_token, batch["entropy"], mask, s) if s.get("step") else per_token
 

@@ -86,14 +86,17 @@ class Algorithm:
     if turns := self.recipe.turns:
       advantages = turns(advantages, x.turn_reward, x.turn_state, x.mask)
     advantages = jnp.where(mask, advantages, 0.0)
-    entropy = jnp.where(mask, x.entropy.astype(jnp.float32), 0.0)
-    advantages = self.recipe.modulation(advantages, entropy, mask)
-    distillation = self.recipe.distillation
-    if distillation and distillation.sampled:
+    masked = lambda values: jnp.where(mask, values.astype(jnp.float32), 0.0)
+    of_tokens = x.replace(mask=mask, entropy=masked(x.entropy))
+    modulation = self.recipe.modulation
+    taught = self.recipe.distillation and self.recipe.distillation.sampled
+    if taught:
       if x.divergence is None:
         raise UserError(f"algorithm {self.name!r} has a teacher and needs divergence; pass it")
-      gap = jnp.where(mask, x.divergence.astype(jnp.float32), 0.0)
-      advantages -= self.teacher_weights(x) * gap
+      of_tokens = of_tokens.replace(divergence=masked(x.divergence))
+    advantages = modulation(advantages, of_tokens)
+    if taught and not modulation.by_teacher:
+      advantages -= self.teacher_weights(x) * of_tokens.divergence
     return jax.lax.stop_gradient(advantages)
 
   @takes_fields
@@ -388,6 +391,17 @@ def _check_combination(name: str, recipe: Recipe) -> None:
     raise UserError(
       "algorithm.compare = 'state' needs turns that are compared; set turn_credit = 'state', "
       "perhaps with step_weight = 0"
+    )
+  if recipe.modulation.by_teacher and recipe.distillation != Distillation():
+    published = vars(Distillation())
+    changed = [
+      f"distill.{key} = {value!r}"
+      for key, value in vars(recipe.distillation).items()
+      if value != published[key]
+    ]
+    raise UserError(
+      f"algorithm {name!r} multiplies its advantages with a teacher's weights and reads no setting "
+      f"of distill; leave out {', '.join(changed)}"
     )
   if objective.ratios and objective.ratio not in objective.ratios:
     raise UserError(

@@ -33,7 +33,12 @@ from gtpo_jax.algorithms.advantages import (
 )
 from gtpo_jax.algorithms.corrections import Corrections
 from gtpo_jax.algorithms.loss import Aggregation, EntropyBonus, Guide, NoGuide, ReferencePenalty
-from gtpo_jax.algorithms.modulation import AdvantageBonus, ConfidenceModulation, NoModulation
+from gtpo_jax.algorithms.modulation import (
+  AdvantageBonus,
+  ConfidenceModulation,
+  NoModulation,
+  TeacherModulation,
+)
 from gtpo_jax.algorithms.objectives import (
   CHOICE,
   OBJECTIVES,
@@ -81,7 +86,7 @@ class Recipe:
     objective: the surrogate objective.
     normalisation: over which completions advantages are normalised.
     turns: the credit of an episode's turns beside their completion.
-    modulation: changes the advantages of single tokens by their entropy.
+    modulation: changes the advantages of single tokens by their entropy, or by a teacher.
     aggregation: how the objectives of the tokens are combined into the loss.
     selection: which groups, completions and tokens are trained on.
     reference: the KL divergence to a reference, in the loss.
@@ -322,6 +327,13 @@ RECIPES: dict[str, Recipe] = {
   "mt_grpo": Recipe(
     "2505.11821", joint_zscore, objective=_PPO, selection=_ALL_GROUPS, turns=TurnCredit("reward")
   ),
+  "rlsd": _grpo(
+    "2604.03128",
+    joint_zscore,
+    objective=_PPO,
+    modulation=TeacherModulation(),
+    distillation=Distillation(),
+  ),
   "opd": Recipe(
     "2306.13649, 2306.08543",
     no_credit,
@@ -421,3 +433,5 @@ class Settings:
   confidence_k: float | None = None
   clarity: float | None = None
   clarity_k: float | None = None
+  teacher_mix: float | None = None
+  teacher_clip: float | None = None

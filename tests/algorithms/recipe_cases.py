@@ -9,9 +9,10 @@ import numpy as np
 from slow_reference import BY_ENTROPY, EVERY_GROUP, SEQUENCE_LEVEL
 
 from gtpo_jax.algorithms import OBJECTIVES, RECIPES, make
+from gtpo_jax.algorithms.advantages import no_credit
 
-# The tests of algorithms with a teacher are in test_distillation.py.
-NAMES = tuple(name for name, recipe in RECIPES.items() if not recipe.distillation)
+# The tests of what a teacher adds are in test_distillation.py.
+NAMES = tuple(name for name, recipe in RECIPES.items() if recipe.advantage != no_credit)
 CONTRAST = tuple(name for name in NAMES if name not in EVERY_GROUP)
 # A reward of its own is credit, without the rewards of the others in the group.
 WITHOUT_BASELINE = ("w_reinforce",)
@@ -52,6 +53,7 @@ STRONG = {
   "qae": {"baseline_quantile": 0.6},
   "pass_at_k": {"pass_k": 2},
   "w_reinforce": {"positive_weight": 0.7},
+  "rlsd": {"teacher_mix": 0.8, "teacher_clip": 0.5},
 }
 # Settings that make each objective act on some, but not all, tokens of `random_policies`.
 STRONG_OBJECTIVE = {
@@ -144,6 +146,9 @@ def random_needs(rng, name, batch):
     return random_turns(rng, batch)
   shape = batch["correct"].shape
   needs = {}
+  if RECIPES[name].distillation:
+    gap = np.where(batch["mask"], rng.normal(0.1, 0.5, batch["mask"].shape), 9e3)
+    needs["divergence"] = gap.astype(np.float32)
   if "parts" in RECIPES[name].needs:
     parts = np.stack([batch["reward"], *rng.random((2, *shape)).round(1)], -1)
     needs["parts"] = parts.astype(np.float32)

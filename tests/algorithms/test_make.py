@@ -172,6 +172,7 @@ PUBLISHED = {
     (0, 1),
   ),
   "mt_grpo": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2, "turn_credit": "reward"}, (0, 1)),
+  "rlsd": ({**GRPO, "teacher_mix": 0.5, "teacher_clip": 0.2}, (0, 1)),
   "opd": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "stare": (
     {
@@ -277,6 +278,8 @@ def test_resolved_settings_make_the_same_algorithm(name, options):
     ("pass_at_k", "pass_k", 0, "an integer >= 1"),
     ("pass_at_k", "pass_k", 2.0, "an integer >= 1"),
     ("w_reinforce", "positive_weight", -0.1, "at least 0 and finite"),
+    ("rlsd", "teacher_mix", 1.1, "in [0, 1]"),
+    ("rlsd", "teacher_clip", 0.0, "in (0, 1]"),
     ("gtpo", "sign_guard", "no", "True or False"),  # any text is true
     ("gtpo", "sign_guard", 2, "True or False"),
     ("gtpo", "sign_guard", 1, "True or False"),

@@ -94,6 +94,9 @@ def test_a_batch_without_any_contrast_teaches_nothing(name):
     assert got["loss"] == 0 and not got["grad"].any() and not got["advantages"].any()
 
 
+PER_TOKEN = ("entropy", "divergence")
+
+
 # --- padding, order and the unit of entropy have no effect ---
 
 
@@ -106,7 +109,7 @@ def test_padding_has_no_effect(name):
   assert np.abs(clean["grad"]).max() > 1e-3
   for garbage in (np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0):
     fill = lambda x, garbage=garbage: np.where(batch["mask"], x, np.float32(garbage))
-    filled = batch | {"entropy": fill(batch["entropy"])}
+    filled = {key: fill(x) if key in PER_TOKEN else x for key, x in batch.items()}
     got = run(algorithm, filled, jax.tree.map(fill, policies))
     assert_same(got, clean, exactly=True)
 

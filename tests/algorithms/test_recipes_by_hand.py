@@ -272,6 +272,17 @@ def test_qae():
   close(algorithm.advantages(**graded)[0, :, 0], np.array([0.6, -0.1, 0.3, 0, 0.2]) / std)
 
 
+def test_rlsd():
+  """A = 1 on O+ and -1 on O-; the teacher finds a token exp(d) times as probable as the policy."""
+  d = jnp.log(jnp.asarray([[[1.1, 2.0], [0.5, 1.0], [1.1, 2.0], [0.5, 1.0]]]))
+  x = {"entropy": jnp.asarray(TOKENS), "mask": MASK, "correct": CORRECT, "reward": REWARD}
+  of = lambda **settings: make("rlsd", **settings).advantages(**x, divergence=-d)
+  # w = 1.1, 2 -> 1.2, 0.5 -> 0.8 on O+; 1 / 1.1, 1 / 2 -> 0.8, 1 / 0.5 -> 1.2 on O-.
+  close(of(), per_token(1.05, 1.1, 0.9, -(0.5 + 0.5 / 1.1), -0.9, -1.1))
+  close(of(teacher_mix=1.0, teacher_clip=1.0), per_token(1.1, 2, 0.5, -1 / 1.1, -0.5, -2))
+  close(of(teacher_mix=0.0), per_completion(1, 1, -1, -1))
+
+
 def test_gdpo():
   """A verdict, and half as much a format that the failures keep more often than the success."""
   x = completions(1, 0, 0, 0) | {

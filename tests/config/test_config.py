@@ -301,7 +301,8 @@ def test_bounds(values, parts):
   "config",
   [
     Config(),
-    *(freeze({"algorithm": {"name": name}}) for name in RECIPES if name != "opd"),
+    *(freeze({"algorithm": {"name": name}}) for name in RECIPES if not RECIPES[name].distillation),
+    freeze({"algorithm": {"name": "rlsd"}, "teacher": {"path": "x"}}),
     freeze({"algorithm": {"name": "opd"}, "teacher": {"path": "x"}, "distill": {"coef": 0.5}}),
     freeze(
       {
