@@ -180,6 +180,9 @@ class Rollouts:
   reference: jax.Array | None = None
   # f32[n, g, t], nats; log-probs under the teacher.
   teacher: jax.Array | None = None
+  # f32[n, g, t]; the squared norm of the gradient of the token's log-prob in the logits, by the
+  # trainer before the update: 1 - 2 p[token] + sum(p^2).
+  score_norms: jax.Array | None = None
   # The prompts that the teacher reads; None if they are the policy's.
   teacher_prompts: Prompts | None = None
   # i32[n, g, c], where the conversations of each completion begin, ascending from 0; t for those
@@ -273,6 +276,7 @@ class Signals:
   # f32[n, g, k] and f32[n, k], as in `Rewards`; needed if each part is normalised
   parts: jax.Array | None = None
   part_weights: jax.Array | None = None
+  score_norms: jax.Array | None = None  # f32[n, g, t], as in `Rollouts`; needed by "otb"
   # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
   gaps: bool | None = flax.struct.field(pytree_node=False, default=None)
 
@@ -312,6 +316,7 @@ class Signals:
       turn_state=rewards.turn_state,
       parts=rewards.parts,
       part_weights=rewards.part_weights,
+      score_norms=rollouts.score_norms,
       gaps=rollouts.gaps,
     )
 
@@ -327,7 +332,9 @@ class Signals:
 
   def after_credit(self) -> Signals:
     """Returns the signals without some that only the advantages need."""
-    return self.replace(turn_reward=None, turn_state=None, parts=None, part_weights=None)
+    return self.replace(
+      turn_reward=None, turn_state=None, parts=None, part_weights=None, score_norms=None
+    )
 
   def need(self, *names: str) -> None:
     """Raises TypeError if a field is None."""

@@ -57,6 +57,7 @@ EVERY_GROUP = (
   "rloo",
   "reinforce_pp",
   "max_rl",
+  "otb",
   "gdpo",
   "pass_at_k",
   "pass_k_max",
@@ -284,6 +285,25 @@ def pass_at_k(correct, penalty, kept, k):
   return out
 
 
+def otb(batch, rewards):
+  """Maps each drawn token to its reward minus the mean of the rewards weighted by W."""
+  drawn = {u[:2]: np.flatnonzero(batch["mask"][u[:2]]) for u in rewards}
+  norms = batch["score_norms"].astype(np.float64)
+  out = {}
+  for unit, r in rewards.items():
+    for place, k in enumerate(drawn[unit[:2]]):
+      pool = []
+      for other, other_reward in rewards.items():
+        steps = drawn[other[:2]]
+        if other[0] == unit[0] and len(steps) > place:
+          pool.append((other_reward, sum(norms[(*other[:2], j)] for j in steps[: place + 1])))
+      baseline = 0.0
+      if len(pool) > 1:
+        baseline = sum(x * w for x, w in pool) / sum(w for _, w in pool)
+      out[*unit[:2], k] = r - baseline
+  return out
+
+
 def gdpo(batch, kept):
   """Z-scores each part and the penalty in its group, then their weighted sum over all tokens."""
   penalty = batch.get("penalty")
@@ -323,6 +343,8 @@ def advantages(name, batch, s):
     penalty = batch.get("penalty")
     penalty = np.zeros(batch["correct"].shape) if penalty is None else penalty
     out = pass_at_k(batch["correct"], penalty, every, s["pass_k"])
+  elif name == "otb":
+    out = otb(batch, plus | minus)
   elif name == "gdpo":
     out = gdpo(batch, every)
   elif name == "w_reinforce":
@@ -335,7 +357,7 @@ def advantages(name, batch, s):
   per_token = np.zeros(mask.shape)
   of_turns = turn_advantages(batch, s)
   for i, j, k in zip(*np.nonzero(mask), strict=True):
-    a = out[i, j, k if name in TOKEN_LEVEL else 0]
+    a = out[i, j, k if name in TOKEN_LEVEL or name == "otb" else 0]
     if of_turns:
       a = s["outcome_weight"] * a + s["step_weight"] * of_turns[i, j, k]
     if s.get("bonus_alpha"):

@@ -14,9 +14,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units
+from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units, sum_by_place
 from gtpo_jax.algorithms.selection import quantile
-from gtpo_jax.arrays import masked_mean
+from gtpo_jax.arrays import masked_mean, masked_sum
 from gtpo_jax.runtime.fields import (
   ABOVE_0,
   AT_LEAST_0,
@@ -108,6 +108,13 @@ class PartNormalisation(GroupNormalisation):
   """Each part of the reward is normalised in its group, before the parts are added."""
 
   needs: ClassVar[tuple[str, ...]] = ("parts", "part_weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBaseline(GroupNormalisation):
+  """The baseline of a token is a mean over the group's tokens that are equally far."""
+
+  needs: ClassVar[tuple[str, ...]] = ("score_norms",)
 
 
 # (shaped, units, normalisation) -> advantages f32[n, g, u].
@@ -312,6 +319,34 @@ def quantile_zscore(
   deviation = centred(rewards, units.mask, normalisation.axes)
   std = _root_mean_square(deviation, units.mask, normalisation.axes)
   return jnp.where(units.mask, _divide(rewards - baseline, std), 0.0)
+
+
+def optimal_token_baseline(
+  shaped: ShapedRewards, units: Units, normalisation: TokenBaseline
+) -> jax.Array:
+  """Subtracts a baseline per token, a mean of the group's rewards weighted by W (2602.07078).
+
+  W of a token is the sum of the squared norms of the scores of its completion's tokens up to it.
+  The baseline of the t-th token that the policy has drawn is `sum(R W_t) / sum(W_t)` over the
+  completions that have such a token, and 0 if only one has. Where all W_t are 0, and with them the
+  gradients, it is the mean of R. Arguments and result are as in `joint_zscore`.
+  """
+  mask = units.mask
+  alive = mask.any(-1, keepdims=True)
+  reward = jnp.where(alive, units.reward + units.penalty, 0.0)
+  # Relative to their mean, so that equal rewards have advantages of exactly 0.
+  deviation = centred(reward, alive, (1,))
+  weight = jnp.cumsum(jnp.where(mask, units.score_norms, 0.0), -1)
+  place = jnp.cumsum(mask, -1) - 1
+  if units.gaps is False:
+    over_group = lambda x: masked_sum(x, mask, (1,), keepdims=True)
+  else:
+    over_group = lambda x: sum_by_place(x, mask, place, of_batch=False)
+  total = over_group(weight)
+  known = total > 0
+  baseline = jnp.where(known, over_group(weight * deviation) / jnp.where(known, total, 1.0), 0.0)
+  several = over_group(jnp.ones(mask.shape)) > 1
+  return jnp.where(mask, jnp.where(several, deviation - baseline, reward), 0.0)
 
 
 def best_margin(

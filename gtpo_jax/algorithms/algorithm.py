@@ -287,8 +287,13 @@ def _units(algorithm: Algorithm, x: Signals, per_completion: bool | None = None)
       penalty -= earlier
     else:
       reward -= earlier
+  score_norms = x.score_norms
+  if score_norms is not None and x.importance is not None:
+    score_norms = score_norms * jnp.square(x.importance)
   columns = x.correct[..., None], reward[..., None], penalty[..., None]
-  return Units(entropy, mask, *columns, tokens, x.gaps, x.turn_state, x.parts, x.part_weights)
+  return Units(
+    entropy, mask, *columns, tokens, x.gaps, x.turn_state, x.parts, x.part_weights, score_norms
+  )
 
 
 def _check_loss_signals(algorithm: Algorithm, x: Signals, entropy: jax.Array | None) -> None:

@@ -18,6 +18,7 @@ from gtpo_jax.algorithms.advantages import (
   PartNormalisation,
   QuantileBaseline,
   SideWeights,
+  TokenBaseline,
   TwoSidedNormalisation,
   best_margin,
   joint_centred,
@@ -25,6 +26,7 @@ from gtpo_jax.algorithms.advantages import (
   leave_one_out,
   mean_normalised,
   no_credit,
+  optimal_token_baseline,
   part_zscores,
   quantile_zscore,
   two_sided_zscore,
@@ -67,6 +69,7 @@ from gtpo_jax.algorithms.shaping import (
   LengthPenalty,
   PassKShaping,
   PlainReward,
+  TokenReward,
 )
 from gtpo_jax.algorithms.turn_credit import TurnCredit
 from gtpo_jax.runtime.fields import Checked
@@ -281,6 +284,14 @@ RECIPES: dict[str, Recipe] = {
   "reinforce_pp": Recipe("2501.03262", whitened, objective=_PPO, selection=_ALL_GROUPS),
   "max_rl": Recipe("2602.02710", mean_normalised, objective=_PPO, selection=_ALL_GROUPS),
   "qae": _dapo("2509.22611", quantile_zscore, normalisation=QuantileBaseline()),
+  "otb": Recipe(
+    "2602.07078",
+    optimal_token_baseline,
+    shaping=TokenReward(),
+    objective=_PPO,
+    normalisation=TokenBaseline(),
+    selection=_ALL_GROUPS,
+  ),
   "gdpo": Recipe(
     "2601.05242",
     part_zscores,

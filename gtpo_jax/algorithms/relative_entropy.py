@@ -114,6 +114,8 @@ class Units(NamedTuple):
   states: jax.Array | None = None  # i32[n, g, u], of turns; needed by `StateSets`
   parts: jax.Array | None = None  # f32[n, g, k], of the reward; needed by `part_zscores`
   part_weights: jax.Array | None = None  # f32[n, k]
+  # f32[n, g, u], of the scores of tokens, times squared importance weights if there are any
+  score_norms: jax.Array | None = None
 
   def known(self, sets: Sets) -> Sets:
     """Returns comparison sets with the states that they need."""

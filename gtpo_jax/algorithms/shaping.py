@@ -71,6 +71,13 @@ class PlainReward(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenReward(PlainReward):
+  """The same, with a token as the unit of credit."""
+
+  per_completion: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True)
 class EntropyShaping(PlainReward):
   """The base of the shapings of GTPO and GRPO-S, which differ in `plus` and `minus`.
 

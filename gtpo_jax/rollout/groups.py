@@ -192,6 +192,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     rescored=token_float if algorithm.recipe.corrections.needs_rescoring else None,
     reference=token_float if settings.kl_weight else None,
     teacher=token_float if taught and taught.sampled else None,
+    score_norms=token_float if "score_norms" in algorithm.recipe.needs else None,
     teacher_prompts=teacher_prompts,
     begins=like(jnp.int32, n, g, c) if c else None,
     gaps=None if config.env.is_used else False,  # with episodes, every batch decides by itself
@@ -211,8 +212,8 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
 
 
 def without_scores(rollouts: Rollouts) -> Rollouts:
-  """Returns rollouts without the log-probs that are computed when the batch is placed."""
-  return rollouts.replace(rescored=None, reference=None, teacher=None)
+  """Returns rollouts without what is computed when the batch is placed."""
+  return rollouts.replace(rescored=None, reference=None, teacher=None, score_norms=None)
 
 
 def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

@@ -14,8 +14,8 @@ from gtpo_jax.algorithms.advantages import no_credit
 # The tests of what a teacher adds are in test_distillation.py.
 NAMES = tuple(name for name, recipe in RECIPES.items() if recipe.advantage != no_credit)
 CONTRAST = tuple(name for name in NAMES if name not in EVERY_GROUP)
-# A reward of its own is credit, without the rewards of the others in the group.
-WITHOUT_BASELINE = ("w_reinforce",)
+# A reward is credit without others to be compared with; in "otb" at the end of the longest one.
+WITHOUT_BASELINE = ("w_reinforce", "otb")
 # Groups that are all correct or all incorrect are in the loss, with advantages of 0.
 ZERO_WITHOUT_CONTRAST = ("pass_at_k",)
 WITHOUT_ENTROPY = tuple(name for name in NAMES if name not in BY_ENTROPY)
@@ -149,6 +149,9 @@ def random_needs(rng, name, batch):
   if RECIPES[name].distillation:
     gap = np.where(batch["mask"], rng.normal(0.1, 0.5, batch["mask"].shape), 9e3)
     needs["divergence"] = gap.astype(np.float32)
+  if "score_norms" in RECIPES[name].needs:
+    norms = np.where(batch["mask"], 2 * rng.random(batch["mask"].shape) ** 2, 9e3)
+    needs["score_norms"] = norms.astype(np.float32)
   if "parts" in RECIPES[name].needs:
     parts = np.stack([batch["reward"], *rng.random((2, *shape)).round(1)], -1)
     needs["parts"] = parts.astype(np.float32)
@@ -163,7 +166,12 @@ def with_gaps(batch, seed, t=11):
   places = np.stack([np.sort(rng.permutation(t)[:short]) for _ in range(n * g)])
   places = places.reshape(n, g, short)
   spread = dict(batch)
-  for name, filler in (("mask", False), ("entropy", 7e5), ("divergence", 7e5)):
+  for name, filler in (
+    ("mask", False),
+    ("entropy", 7e5),
+    ("divergence", 7e5),
+    ("score_norms", 7e5),
+  ):
     if name in batch:
       values = np.full((n, g, t), filler, batch[name].dtype)
       np.put_along_axis(values, places, batch[name], -1)

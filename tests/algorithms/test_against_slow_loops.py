@@ -29,6 +29,7 @@ from slow_reference import SEQUENCE_LEVEL, TOKEN_LEVEL
 
 from gtpo_jax.algorithms import OBJECTIVES, make
 from gtpo_jax.algorithms.loss import LOSS_AGGREGATIONS
+from gtpo_jax.arrays import Signals
 
 NORM_SCOPES = ("group", "batch")
 GUARDS = (False, True)
@@ -71,6 +72,21 @@ def test_token_level_advantages(name, compare, scope):
 @pytest.mark.parametrize("name", SEQUENCE_LEVEL)
 def test_sequence_level_advantages(name, scope, mean):
   check_all_norm_scopes(name, 12, scope=scope, mean=mean)
+
+
+def test_a_token_baseline_counts_the_tokens_that_the_policy_drew():
+  """In several turns as in one, whatever stands between them."""
+  plain = random_batch(16, "otb")
+  spread, places = with_gaps(plain, 16)
+  algorithm = make("otb")
+  got = check_advantages(algorithm, spread)
+  np.testing.assert_allclose(
+    np.take_along_axis(got, places, -1)[plain["mask"]],
+    check_advantages(algorithm, plain)[plain["mask"]],
+    rtol=1e-6,
+  )
+  without_gaps = algorithm.advantages(Signals(**arrays(plain), gaps=False))
+  np.testing.assert_allclose(without_gaps, algorithm.advantages(**arrays(plain)), atol=1e-6)
 
 
 def test_all_comparisons_and_norm_scopes_differ():

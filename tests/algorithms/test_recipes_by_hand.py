@@ -283,6 +283,30 @@ def test_rlsd():
   close(of(teacher_mix=0.0), per_completion(1, 1, -1, -1))
 
 
+def test_otb():
+  """W is 1, 3 in the first completion, 3 in the second, 2, 4 in the third, 2 in the last."""
+  norms = jnp.asarray([[[1.0, 2.0], [3.0, 9.0], [2.0, 2.0], [2.0, 9.0]]])
+  x = {"entropy": jnp.asarray(TOKENS), "mask": MASK, "correct": CORRECT, "reward": REWARD}
+  algorithm = make("otb")
+  got = algorithm.advantages(**x, score_norms=norms)
+  # Position 1: (1 + 3) / 8. Position 2: 3 / 7, without the completions of one token.
+  close(got, per_token(0.5, 4 / 7, 0.5, -0.5, -3 / 7, -0.5))
+  # The third has three tokens: at its last one there is nobody to be compared with.
+  longer = {key: jnp.pad(y, ((0, 0), (0, 0), (0, 1))) for key, y in x.items() if y.ndim == 3}
+  longer["mask"] = longer["mask"].at[0, 2, 2].set(True)
+  penalty = jnp.asarray([[0.0, 0.0, -0.2, 0.0]])
+  norms = jnp.pad(norms, ((0, 0), (0, 0), (0, 1)), constant_values=1.0)
+  got = algorithm.advantages(**x | longer, score_norms=norms, penalty=penalty)
+  # Position 1: (1 + 3 - 0.4) / 8, position 2: (3 - 0.8) / 7.
+  close(got[0, 2], [-0.2 - 0.45, -0.2 - 2.2 / 7, -0.2])
+  # With importance weights, their squares count: W is 4, 3, 2, 2 at position 1.
+  importance = jnp.ones(MASK.shape).at[0, 0].set(2.0)
+  weighted = algorithm.advantages(**x, score_norms=norms[..., :2], importance=importance)
+  close(weighted[0, :, 0], np.array([1, 1, 0, 0]) - 7 / 11)
+  with pytest.raises(UserError, match="'otb' needs score_norms; pass it"):
+    algorithm.advantages(**x)
+
+
 def test_gdpo():
   """A verdict, and half as much a format that the failures keep more often than the success."""
   x = completions(1, 0, 0, 0) | {
