@@ -43,7 +43,6 @@ class GroupNormalisation(Checked):
   norm_scope: ClassVar[str] = "group"
   norm_sides: ClassVar[str] = "all"
   sign_guard: ClassVar[bool] = False
-  needs: ClassVar[tuple[str, ...]] = ()  # fields of `Signals`
 
   @property
   def axes(self) -> tuple[int, ...]:
@@ -101,20 +100,6 @@ class SideWeights(GroupNormalisation):
     "ones.",
     AT_LEAST_0,
   )
-
-
-@dataclasses.dataclass(frozen=True)
-class PartNormalisation(GroupNormalisation):
-  """Each part of the reward is normalised in its group, before the parts are added."""
-
-  needs: ClassVar[tuple[str, ...]] = ("parts", "part_weights")
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenBaseline(GroupNormalisation):
-  """The baseline of a token is a mean over the group's tokens that are equally far."""
-
-  needs: ClassVar[tuple[str, ...]] = ("score_norms",)
 
 
 # (shaped, units, normalisation) -> advantages f32[n, g, u].
@@ -271,7 +256,7 @@ def whitened(shaped: ShapedRewards, units: Units, normalisation: GroupNormalisat
 
 
 def part_zscores(
-  shaped: ShapedRewards, units: Units, normalisation: PartNormalisation
+  shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation
 ) -> jax.Array:
   """Z-scores each part of the reward in its group, and their weighted sum over all tokens (GDPO).
 
@@ -322,7 +307,7 @@ def quantile_zscore(
 
 
 def optimal_token_baseline(
-  shaped: ShapedRewards, units: Units, normalisation: TokenBaseline
+  shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation
 ) -> jax.Array:
   """Subtracts a baseline per token, a mean of the group's rewards weighted by W (2602.07078).
 
@@ -390,3 +375,10 @@ def _guard_signs(
   if not normalisation.sign_guard:
     return advantages
   return jnp.where(units.correct, jnp.maximum(advantages, 0.0), jnp.minimum(advantages, 0.0))
+
+
+# The fields of `Signals` that only these advantages need.
+NEEDS: dict[Advantage, tuple[str, ...]] = {
+  part_zscores: ("parts", "part_weights"),
+  optimal_token_baseline: ("score_norms",),
+}

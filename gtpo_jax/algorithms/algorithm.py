@@ -398,15 +398,9 @@ def _check_combination(name: str, recipe: Recipe) -> None:
       "perhaps with step_weight = 0"
     )
   if recipe.modulation.by_teacher and recipe.distillation != Distillation():
-    published = vars(Distillation())
-    changed = [
-      f"distill.{key} = {value!r}"
-      for key, value in vars(recipe.distillation).items()
-      if value != published[key]
-    ]
     raise UserError(
-      f"algorithm {name!r} multiplies its advantages with a teacher's weights and reads no setting "
-      f"of distill; leave out {', '.join(changed)}"
+      f"algorithm {name!r} weights its advantages by a teacher and reads no setting of distill; "
+      f"leave them out, got {recipe.distillation}"
     )
   if objective.ratios and objective.ratio not in objective.ratios:
     raise UserError(

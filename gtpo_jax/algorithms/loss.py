@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.objectives import Objective, ObjectiveInputs
-from gtpo_jax.algorithms.ratios import RATIOS, k2, k3, token_ratio
+from gtpo_jax.algorithms.ratios import LOG_RATIO_BOUND, RATIOS, k3, token_ratio
 from gtpo_jax.algorithms.selection import quantile, token_covariance
 from gtpo_jax.arrays import Signals, masked_mean, mean_or_nan
 from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, Checked, Condition, number, one_of, setting
@@ -110,7 +110,8 @@ class ReferencePenalty(Checked):
       x: the signals of the tokens in the loss.
     """
     if self.kl_estimator == "k2":
-      return k2(log_probs, x.log_probs_reference, x.own)
+      gap = jnp.where(x.own, log_probs - x.log_probs_reference, 0.0)
+      return 0.5 * jnp.square(jnp.clip(gap, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
     divergence = k3(log_probs, x.log_probs_reference, x.own)
     if self.kl_estimator == "k3_ratio":
       divergence *= token_ratio(log_probs, x.log_probs_old, x.own)

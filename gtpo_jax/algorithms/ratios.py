@@ -1,4 +1,4 @@
-"""Importance ratios and estimates of KL divergences f32[n, g, t], from log-probs in nats."""
+"""Importance ratios and the k3 estimate f32[n, g, t], from log-probs f32[n, g, t] in nats."""
 
 from __future__ import annotations
 
@@ -88,16 +88,6 @@ def k3(log_probs: jax.Array, log_probs_reference: jax.Array, mask: jax.Array) ->
   log_ratio = _log_ratio(log_probs_reference, log_probs, mask)
   log_ratio = jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
   return jnp.expm1(log_ratio) - log_ratio
-
-
-def k2(log_probs: jax.Array, log_probs_reference: jax.Array, mask: jax.Array) -> jax.Array:
-  """Returns Schulman's k2 estimate of KL(pi || reference) per token, half the squared log-ratio.
-
-  Its gradient `log(pi / reference) grad log pi` is that of the divergence if the policy has sampled
-  the token. It is 0 where `mask` is False.
-  """
-  log_ratio = _log_ratio(log_probs, log_probs_reference, mask)
-  return 0.5 * jnp.square(jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def _log_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array) -> jax.Array:

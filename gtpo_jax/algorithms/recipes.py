@@ -11,14 +11,13 @@ import functools
 from typing import Any
 
 from gtpo_jax.algorithms.advantages import (
+  NEEDS,
   Advantage,
   Distillation,
   GroupNormalisation,
   Normalisation,
-  PartNormalisation,
   QuantileBaseline,
   SideWeights,
-  TokenBaseline,
   TwoSidedNormalisation,
   best_margin,
   joint_centred,
@@ -135,7 +134,7 @@ class Recipe:
   @property
   def needs(self) -> tuple[str, ...]:
     """The fields of `Signals` that only this algorithm's advantages need; see also `turns`."""
-    return self.normalisation.needs
+    return NEEDS.get(self.advantage, ())
 
   @property
   def selects(self) -> bool:
@@ -201,6 +200,7 @@ _completion_credit = functools.partial(
   Recipe, objective=Clip(ratio="arithmetic"), normalisation=_GROUP, aggregation=_COMPLETIONS
 )
 _grpo = functools.partial(Recipe, aggregation=_COMPLETIONS, selection=_ALL_GROUPS)
+_reinforce = functools.partial(Recipe, objective=_PPO, selection=_ALL_GROUPS)
 _dapo = functools.partial(Recipe, rewards=(-1.0, 1.0), selection=_DYNAMIC)
 
 # Values that a row does not name are the defaults of its parts.
@@ -280,34 +280,16 @@ RECIPES: dict[str, Recipe] = {
     objective=KlCov(selected_share=2e-3, kl_cov_coef=1.0),
     selection=_ALL_GROUPS,
   ),
-  "rloo": Recipe("2402.14740", leave_one_out, objective=_PPO, selection=_ALL_GROUPS),
-  "reinforce_pp": Recipe("2501.03262", whitened, objective=_PPO, selection=_ALL_GROUPS),
-  "max_rl": Recipe("2602.02710", mean_normalised, objective=_PPO, selection=_ALL_GROUPS),
+  "rloo": _reinforce("2402.14740", leave_one_out),
+  "reinforce_pp": _reinforce("2501.03262", whitened),
+  "max_rl": _reinforce("2602.02710", mean_normalised),
   "qae": _dapo("2509.22611", quantile_zscore, normalisation=QuantileBaseline()),
-  "otb": Recipe(
-    "2602.07078",
-    optimal_token_baseline,
-    shaping=TokenReward(),
-    objective=_PPO,
-    normalisation=TokenBaseline(),
-    selection=_ALL_GROUPS,
-  ),
-  "gdpo": Recipe(
-    "2601.05242",
-    part_zscores,
-    objective=_PPO,
-    normalisation=PartNormalisation(),
-    selection=_ALL_GROUPS,
-  ),
+  "otb": _reinforce("2602.07078", optimal_token_baseline, shaping=TokenReward()),
+  "gdpo": _reinforce("2601.05242", part_zscores),
   "pass_at_k": _grpo("2508.10751", joint_centred, shaping=PassKShaping(), objective=_PPO),
-  "pass_k_max": Recipe("2503.19595", best_margin, objective=_PPO, selection=_ALL_GROUPS),
-  "w_reinforce": Recipe(
-    "2506.01347",
-    weighted_sides,
-    rewards=(-1.0, 1.0),
-    objective=_PPO,
-    normalisation=SideWeights(),
-    selection=_ALL_GROUPS,
+  "pass_k_max": _reinforce("2503.19595", best_margin),
+  "w_reinforce": _reinforce(
+    "2506.01347", weighted_sides, rewards=(-1.0, 1.0), normalisation=SideWeights()
   ),
   "entropy_advantage": _dapo(
     "2506.14758", joint_zscore, modulation=AdvantageBonus(bonus_alpha=0.4, bonus_kappa=2.0)
@@ -321,23 +303,11 @@ RECIPES: dict[str, Recipe] = {
   "aspo": _dapo("2510.06062", joint_zscore, objective=Aspo()),
   "fipo": _dapo("2603.19835", joint_zscore, objective=Fipo()),
   "empg": _dapo("2509.09265", joint_zscore, modulation=ConfidenceModulation()),
-  "gigpo": Recipe(
-    "2505.10978",
-    joint_zscore,
-    objective=_PPO,
-    selection=_ALL_GROUPS,
-    turns=TurnCredit("state", turn_discount=0.95),
+  "gigpo": _reinforce("2505.10978", joint_zscore, turns=TurnCredit("state", turn_discount=0.95)),
+  "turn_return": _reinforce(
+    "2511.14846", joint_zscore, turns=TurnCredit("return", outcome_weight=0.0)
   ),
-  "turn_return": Recipe(
-    "2511.14846",
-    joint_zscore,
-    objective=_PPO,
-    selection=_ALL_GROUPS,
-    turns=TurnCredit("return", outcome_weight=0.0),
-  ),
-  "mt_grpo": Recipe(
-    "2505.11821", joint_zscore, objective=_PPO, selection=_ALL_GROUPS, turns=TurnCredit("reward")
-  ),
+  "mt_grpo": _reinforce("2505.11821", joint_zscore, turns=TurnCredit("reward")),
   "rlsd": _grpo(
     "2604.03128",
     joint_zscore,
@@ -345,13 +315,7 @@ RECIPES: dict[str, Recipe] = {
     modulation=TeacherModulation(),
     distillation=Distillation(),
   ),
-  "opd": Recipe(
-    "2306.13649, 2306.08543",
-    no_credit,
-    objective=_PPO,
-    selection=_ALL_GROUPS,
-    distillation=Distillation(),
-  ),
+  "opd": _reinforce("2306.13649, 2306.08543", no_credit, distillation=Distillation()),
 }
 
 

@@ -66,11 +66,8 @@ def softmax_statistics(
   shard_sums = (of_target, *of_shard.relative_to(max_logit)[1:])
   shifted_target, total, weighted_total, total_squares = sum_shards(shard_sums, VOCAB_AXES)
   log_total = jnp.log(total)
-  statistics = (
-    shifted_target - log_total,
-    log_total - weighted_total / total,
-    max_logit + log_total,
-  )
+  statistics = (shifted_target - log_total, log_total - weighted_total / total)
+  statistics += (max_logit + log_total,)
   return (*statistics, total_squares / jnp.square(total)) if squares else statistics
 
 

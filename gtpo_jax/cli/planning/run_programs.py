@@ -256,13 +256,8 @@ class RunPrograms:
       scorers.append(("teacher", self.teacher, read))
     batch = config.batch
     for name, model, read in scorers:
-      scorer = make_scorer(
-        model,
-        config.sampling.temperature,
-        batch.parts,
-        batch.head_chunk,
-        norms=name == "score_norms",
-      )
+      options = config.sampling.temperature, batch.parts, batch.head_chunk
+      scorer = make_scorer(model, *options, norms=name == "score_norms")
       resident = self.frozen + bytes_per_device((self.state.opt_state, self._decode_params))
       resident -= self._shared
       # The policy's parameters are in memory too; the program counts what it reads.

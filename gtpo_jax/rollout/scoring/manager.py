@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -222,26 +222,29 @@ class RewardManager:
     added = added.astype(np.float32)
     result = RewardResult(correct, scored, reward, added, penalty, valid, Tallies.total(tallies))
     if "parts" in algorithm.recipe.needs:
-      weights = np.asarray([weight for _, weight in section.weighted], np.float32)
-      stacked = np.stack(parts, -1).astype(np.float32)
+      weights = [[weight for _, weight in section.weighted]] * len(finished)
       return dataclasses.replace(
-        result, parts=stacked, part_weights=np.tile(weights, (len(stacked), 1))
+        result,
+        parts=np.stack(parts, -1).astype(np.float32),
+        part_weights=np.asarray(weights, np.float32),
       )
-    from_verdict = algorithm.recipe.shaping.from_verdict
-    if not from_verdict and _cancel(terms.values(), reward + penalty, valid):
-      self._call.show_cancelled_once(section.parts)
+    if not algorithm.recipe.shaping.from_verdict:
+      parts_differ = np.any([_differs(x, valid) for x in terms.values()], axis=0)
+      if (parts_differ & ~_differs(reward + penalty, valid)).any():
+        self._call.show_once(
+          f"the parts {section.parts}",
+          f"the parts of reward.parts = {section.parts!r} differ in a group whose sums are all "
+          "equal, so the group teaches nothing; change a weight, or normalise each part with "
+          "algorithm.name=gdpo",
+        )
     return result
 
 
-def _cancel(terms: Iterable[np.ndarray], total: np.ndarray, valid: np.ndarray) -> bool:
-  """Whether the weighted parts of some group differ while their sum does not."""
-
-  def differs(x: np.ndarray) -> np.ndarray:
-    low = np.where(valid, x, np.inf).min(1, initial=np.inf)
-    high = np.where(valid, x, -np.inf).max(1, initial=-np.inf)
-    return high - low > 1e-6 * np.maximum(np.abs(low), np.abs(high))
-
-  return bool((np.any([differs(x) for x in terms], axis=0) & ~differs(total)).any())
+def _differs(x: np.ndarray, valid: np.ndarray) -> np.ndarray:
+  """Returns the groups of x [n, g] whose values are not all equal but for rounding, bool[n]."""
+  low = np.where(valid, x, np.inf).min(1, initial=np.inf)
+  high = np.where(valid, x, -np.inf).max(1, initial=-np.inf)
+  return high - low > 1e-6 * np.maximum(np.abs(low), np.abs(high))
 
 
 def _of_episodes(
