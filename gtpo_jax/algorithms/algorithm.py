@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from gtpo_jax.algorithms.advantages import Distillation
 from gtpo_jax.algorithms.loss import objective_inputs, token_objectives
+from gtpo_jax.algorithms.modulation import ModulationInputs
 from gtpo_jax.algorithms.objectives import CHOICE
 from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe, Settings
@@ -87,13 +88,13 @@ class Algorithm:
       advantages = turns(advantages, x.turn_reward, x.turn_state, x.mask)
     advantages = jnp.where(mask, advantages, 0.0)
     masked = lambda values: jnp.where(mask, values.astype(jnp.float32), 0.0)
-    of_tokens = x.replace(mask=mask, entropy=masked(x.entropy))
+    of_tokens = ModulationInputs(mask, masked(x.entropy))
     modulation = self.recipe.modulation
     taught = self.recipe.distillation and self.recipe.distillation.sampled
     if taught:
       if x.divergence is None:
         raise UserError(f"algorithm {self.name!r} has a teacher and needs divergence; pass it")
-      of_tokens = of_tokens.replace(divergence=masked(x.divergence))
+      of_tokens = of_tokens._replace(divergence=masked(x.divergence))
     advantages = modulation(advantages, of_tokens)
     if taught and not modulation.by_teacher:
       advantages -= self.teacher_weights(x) * of_tokens.divergence

@@ -6,17 +6,25 @@ They do so by the tokens' entropies, or by what a teacher thinks of them.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.ratios import bounded_exp
 from gtpo_jax.algorithms.relative_entropy import turn_begins
-from gtpo_jax.arrays import Signals, masked_mean
+from gtpo_jax.arrays import masked_mean
 from gtpo_jax.runtime.fields import AT_LEAST_0, AT_LEAST_1, SHARE, Checked, number, one_of, setting
 
 STEPS = ("turn", "token")
+
+
+class ModulationInputs(NamedTuple):
+  """The tokens that a modulation reads. Values are 0 where `mask` is False."""
+
+  mask: jax.Array  # bool[n, g, t], the tokens in the loss
+  entropy: jax.Array  # f32[n, g, t], nats
+  divergence: Any = None  # f32[n, g, t], nats, as in `Signals`; None without a teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +40,12 @@ class NoModulation(Checked):
   per_token: ClassVar[bool] = False
   by_teacher: ClassVar[bool] = False
 
-  def __call__(self, advantages: jax.Array, x: Signals) -> jax.Array:
+  def __call__(self, advantages: jax.Array, x: ModulationInputs) -> jax.Array:
     """Returns the changed advantages, f32[n, g, t]; 0 where `mask` is False.
 
     Args:
       advantages: f32[n, g, t], 0 where `mask` is False.
-      x: `mask` has the tokens in the loss; `entropy` and, with a teacher, `divergence` are 0 where
-        it is False.
+      x: of the same tokens.
     """
     return advantages
 
@@ -62,7 +69,7 @@ class AdvantageBonus(NoModulation):
     AT_LEAST_1,
   )
 
-  def __call__(self, advantages: jax.Array, x: Signals) -> jax.Array:
+  def __call__(self, advantages: jax.Array, x: ModulationInputs) -> jax.Array:
     return advantages + entropy_bonus(advantages, x.entropy, self.bonus_alpha, self.bonus_kappa)
 
 
@@ -97,7 +104,7 @@ class ConfidenceModulation(NoModulation):
     1.0, "how much the bonus depends on the entropy of the next step.", AT_LEAST_0
   )
 
-  def __call__(self, advantages: jax.Array, x: Signals) -> jax.Array:
+  def __call__(self, advantages: jax.Array, x: ModulationInputs) -> jax.Array:
     mask, entropy = x.mask, x.entropy
     begins = mask
     if self.step == "turn":
@@ -138,7 +145,7 @@ class TeacherModulation(NoModulation):
     0.2, "the teacher's weights are clipped to [1 - teacher_clip, 1 + teacher_clip].", SHARE
   )
 
-  def __call__(self, advantages: jax.Array, x: Signals) -> jax.Array:
+  def __call__(self, advantages: jax.Array, x: ModulationInputs) -> jax.Array:
     weight = bounded_exp(-jnp.sign(advantages) * x.divergence)
     weight = jnp.clip(weight, 1 - self.teacher_clip, 1 + self.teacher_clip)
     return advantages * (1 - self.teacher_mix + self.teacher_mix * weight)
