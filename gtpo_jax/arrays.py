@@ -180,6 +180,9 @@ class Rollouts:
   reference: jax.Array | None = None
   # f32[n, g, t], nats; log-probs under the teacher.
   teacher: jax.Array | None = None
+  # f32[n, g, t]; the squared norm of the gradient of the token's log-prob in the logits, by the
+  # trainer before the update: 1 - 2 p[token] + sum(p^2).
+  score_norms: jax.Array | None = None
   # The prompts that the teacher reads; None if they are the policy's.
   teacher_prompts: Prompts | None = None
   # i32[n, g, c], where the conversations of each completion begin, ascending from 0; t for those
@@ -240,6 +243,10 @@ class Rewards:
   # i32[n, g, t]; the number of the state in which that turn began. Equal numbers of one prompt are
   # equal states. None if the algorithm does not compare turns.
   turn_state: jax.Array | None = None
+  # f32[n, g, k], the parts of the reward without their weights, and f32[n, k], the weights. None if
+  # the algorithm does not normalise each part.
+  parts: jax.Array | None = None
+  part_weights: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -266,6 +273,10 @@ class Signals:
   divergence: jax.Array | None = None
   turn_reward: jax.Array | None = None  # f32[n, g, t], as in `Rewards`; needed with `turn_credit`
   turn_state: jax.Array | None = None  # i32[n, g, t], as in `Rewards`; needed with `turn_credit`
+  # f32[n, g, k] and f32[n, k], as in `Rewards`; needed if each part is normalised
+  parts: jax.Array | None = None
+  part_weights: jax.Array | None = None
+  score_norms: jax.Array | None = None  # f32[n, g, t], as in `Rollouts`; needed by "otb"
   # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
   gaps: bool | None = flax.struct.field(pytree_node=False, default=None)
 
@@ -303,6 +314,9 @@ class Signals:
       divergence=rollouts.divergence,
       turn_reward=rewards.turn_reward,
       turn_state=rewards.turn_state,
+      parts=rewards.parts,
+      part_weights=rewards.part_weights,
+      score_norms=rollouts.score_norms,
       gaps=rollouts.gaps,
     )
 
@@ -312,13 +326,15 @@ class Signals:
 
   def of_tokens(self) -> Signals:
     """Returns the signals that `Algorithm.token_loss` reads."""
-    return self.without_turns().replace(
+    return self.after_credit().replace(
       entropy=None, correct=None, reward=None, penalty=None, divergence=None, teacher_weights=None
     )
 
-  def without_turns(self) -> Signals:
-    """Returns the signals without the fields of turns, which only the advantages need."""
-    return self.replace(turn_reward=None, turn_state=None)
+  def after_credit(self) -> Signals:
+    """Returns the signals without some that only the advantages need."""
+    return self.replace(
+      turn_reward=None, turn_state=None, parts=None, part_weights=None, score_norms=None
+    )
 
   def need(self, *names: str) -> None:
     """Raises TypeError if a field is None."""

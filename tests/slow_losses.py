@@ -85,6 +85,12 @@ def objective(s, w, fixed_w, a, new, fixed, old, selected):
     flags = {"clip/low": too_low, "clip/high": too_high, "clip/cap": fixed_w > s["ratio_cap"]}
     weight = 0.0 if too_high or too_low else min(fixed_w, s["ratio_cap"])
     return weight * a * new, flags
+  if kind == "aspo":
+    weight = 1 / fixed_w if a > 0 else fixed_w
+    too_high = a > 0 and fixed_w > 1 + s["eps_high"]
+    too_low = a <= 0 and fixed_w < 1 - s["eps_low"]
+    flags = {"clip/low": too_low, "clip/high": too_high, "clip/cap": weight > s["ratio_cap"]}
+    return (0.0 if too_high or too_low else min(weight, s["ratio_cap"])) * a * new, flags
   if kind == "clip_cov":
     value = 0.0 if selected else clip(w, a, s)
     return value, clip_flags(w, a, s) | {"clip/selected": selected}
@@ -237,7 +243,11 @@ def loss(x, s):
           record("mismatch/weight", trust)
       if s.get("kl_weight") and not from_guide:
         log_r = float(x["log_probs_reference"][i, j, k]) - new[i, j, k]
-        divergence = math.exp(log_r) - 1 - log_r
+        divergence = 0.5 * log_r**2
+        if s["kl_estimator"] != "k2":
+          divergence = math.exp(log_r) - 1 - log_r
+        if s["kl_estimator"] == "k3_ratio":
+          divergence *= math.exp(log_ratios[index])
         value -= s["kl_weight"] * divergence
         record("kl/reference", divergence)
       total -= x["weights"][i, j, k] * value

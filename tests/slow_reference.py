@@ -57,9 +57,15 @@ EVERY_GROUP = (
   "rloo",
   "reinforce_pp",
   "max_rl",
+  "otb",
+  "gdpo",
+  "pass_at_k",
+  "pass_k_max",
+  "w_reinforce",
   "gigpo",
   "turn_return",
   "mt_grpo",
+  "rlsd",
 )
 
 
@@ -207,7 +213,7 @@ def _groups(rewards):
   return groups
 
 
-def rloo(rewards, mask):
+def rloo(rewards, mask, s):
   """Maps {unit: r} to {unit: r - mean of the others in the group}."""
   groups = _groups(rewards)
   out = {}
@@ -217,7 +223,7 @@ def rloo(rewards, mask):
   return out
 
 
-def max_rl(rewards, mask):
+def max_rl(rewards, mask, s):
   """Maps {unit: r} to {unit: (r - mean) / mean}; 0 if the mean is not positive."""
   means = {key: sum(pool) / len(pool) for key, pool in _groups(rewards).items()}
   return {
@@ -225,17 +231,100 @@ def max_rl(rewards, mask):
   }
 
 
-def reinforce_pp(rewards, mask):
+def reinforce_pp(rewards, mask, s):
   """Subtracts the group's mean, then z-scores over all tokens, each with its completion's value."""
   means = {key: sum(pool) / len(pool) for key, pool in _groups(rewards).items()}
-  centred = {u: r - means[u[0]] for u, r in rewards.items()}
-  tokens = [centred[u] for u in centred for _ in range(int(mask[u[:2]].sum()))]
+  return over_tokens({u: r - means[u[0]] for u, r in rewards.items()}, mask)
+
+
+def over_tokens(values, mask):
+  """Maps {unit: x} to z-scores over all tokens, each with its completion's value."""
+  tokens = [values[u] for u in values for _ in range(int(mask[u[:2]].sum()))]
   mean = sum(tokens) / len(tokens)
   std = math.sqrt(sum((x - mean) ** 2 for x in tokens) / len(tokens))
-  return {u: (x - mean) / std if std >= 1e-6 else 0.0 for u, x in centred.items()}
+  return {u: (x - mean) / std if std >= 1e-6 else 0.0 for u, x in values.items()}
 
 
-CRITIC_FREE = {"rloo": rloo, "max_rl": max_rl, "reinforce_pp": reinforce_pp}
+def qae(rewards, mask, s):
+  """Subtracts the smallest reward that a fraction of the group does not exceed; divides by std."""
+  out = {}
+  for group, pool in _groups(rewards).items():
+    needed = Fraction(str(s["baseline_quantile"])) * len(pool)
+    baseline = min(r for r in pool if sum(other <= r for other in pool) >= needed)
+    mean = sum(pool) / len(pool)
+    std = math.sqrt(sum((r - mean) ** 2 for r in pool) / len(pool))
+    for unit, r in rewards.items():
+      if unit[0] == group:
+        out[unit] = (r - baseline) / std if std >= 1e-6 else 0.0
+  return out
+
+
+def pass_k_max(rewards, mask, s):
+  """Maps the best unit of each group to its lead over the second best, and all others to 0."""
+  ordered = {group: sorted(pool) for group, pool in _groups(rewards).items()}
+  lead = lambda pool: pool[-1] - pool[-2] if len(pool) > 1 else 0.0
+  return {u: lead(ordered[u[0]]) if r == ordered[u[0]][-1] else 0.0 for u, r in rewards.items()}
+
+
+def pass_at_k(correct, penalty, kept, k):
+  """Returns A+ and A- of 2508.10751, plus the centred penalty over s; `kept` lists the units."""
+  out = {}
+  for group in {u[0] for u in kept}:
+    members = [u for u in kept if u[0] == group]
+    count = len(members)
+    size = min(k, count)
+    wrong = sum(not correct[u[:2]] for u in members)
+    mean = 1 - math.comb(wrong, size) / math.comb(count, size)
+    std = math.sqrt(mean * (1 - mean))
+    average = sum(float(penalty[u[:2]]) for u in members) / count
+    for u in members:
+      a = 1 - mean
+      if not correct[u[:2]]:
+        a -= math.comb(wrong - 1, size - 1) / math.comb(count - 1, size - 1)
+      out[u] = (a + float(penalty[u[:2]]) - average) / std if std > 0 else 0.0
+  return out
+
+
+def otb(batch, rewards):
+  """Maps each drawn token to its reward minus the mean of the rewards weighted by W."""
+  drawn = {u[:2]: np.flatnonzero(batch["mask"][u[:2]]) for u in rewards}
+  norms = batch["score_norms"].astype(np.float64)
+  out = {}
+  for unit, r in rewards.items():
+    for place, k in enumerate(drawn[unit[:2]]):
+      pool = []
+      for other, other_reward in rewards.items():
+        steps = drawn[other[:2]]
+        if other[0] == unit[0] and len(steps) > place:
+          pool.append((other_reward, sum(norms[(*other[:2], j)] for j in steps[: place + 1])))
+      baseline = 0.0
+      if len(pool) > 1:
+        baseline = sum(x * w for x, w in pool) / sum(w for _, w in pool)
+      out[*unit[:2], k] = r - baseline
+  return out
+
+
+def gdpo(batch, kept):
+  """Z-scores each part and the penalty in its group, then their weighted sum over all tokens."""
+  penalty = batch.get("penalty")
+  total = dict.fromkeys(kept, 0.0)
+  for k in range(batch["parts"].shape[-1]):
+    own = normalised({u: float(batch["parts"][*u[:2], k]) for u in kept}, "group")
+    for u in kept:
+      total[u] += float(batch["part_weights"][u[0], k]) * own[u]
+  if penalty is not None:
+    own = normalised({u: float(penalty[u[:2]]) for u in kept}, "group")
+    total = {u: x + own[u] for u, x in total.items()}
+  return over_tokens(total, batch["mask"])
+
+
+CRITIC_FREE = {
+  "rloo": rloo,
+  "max_rl": max_rl,
+  "reinforce_pp": reinforce_pp,
+  "qae": qae,
+  "pass_k_max": pass_k_max,
+}
 
 
 def advantages(name, batch, s):
@@ -249,7 +338,17 @@ def advantages(name, batch, s):
     of_minus = normalised(minus if own else {u: minus.get(u, 0.0) for u in every}, norm_scope)
     out = {u: of_plus[u] if u in plus else of_minus[u] for u in every}
   elif name in CRITIC_FREE:
-    out = CRITIC_FREE[name](plus | minus, batch["mask"])
+    out = CRITIC_FREE[name](plus | minus, batch["mask"], s)
+  elif name == "pass_at_k":
+    penalty = batch.get("penalty")
+    penalty = np.zeros(batch["correct"].shape) if penalty is None else penalty
+    out = pass_at_k(batch["correct"], penalty, every, s["pass_k"])
+  elif name == "otb":
+    out = otb(batch, plus | minus)
+  elif name == "gdpo":
+    out = gdpo(batch, every)
+  elif name == "w_reinforce":
+    out = {u: s["positive_weight"] * r for u, r in plus.items()} | minus
   else:
     out = normalised(plus | minus, norm_scope, by_std=name not in CENTRED)
   if s.get("sign_guard"):
@@ -258,11 +357,16 @@ def advantages(name, batch, s):
   per_token = np.zeros(mask.shape)
   of_turns = turn_advantages(batch, s)
   for i, j, k in zip(*np.nonzero(mask), strict=True):
-    a = out[i, j, k if name in TOKEN_LEVEL else 0]
+    a = out[i, j, k if name in TOKEN_LEVEL or name == "otb" else 0]
     if of_turns:
       a = s["outcome_weight"] * a + s["step_weight"] * of_turns[i, j, k]
     if s.get("bonus_alpha"):
       a += min(s["bonus_alpha"] * float(batch["entropy"][i, j, k]), abs(a) / s["bonus_kappa"])
+    if s.get("teacher_mix") is not None:
+      sign = int(a > 0) - int(a < 0)
+      weight = math.exp(min(max(-sign * float(batch["divergence"][i, j, k]), -20), 20))
+      weight = min(max(weight, 1 - s["teacher_clip"]), 1 + s["teacher_clip"])
+      a *= 1 - s["teacher_mix"] + s["teacher_mix"] * weight
     per_token[i, j, k] = a
   return empg(per_token, batch["entropy"], mask, s) if s.get("step") else per_token
 

@@ -36,7 +36,7 @@ BASE = {
 }
 # Every point draws a value for each of these; most values leave the recipe as it is.
 CHOICES = {
-  "algorithm.name": tuple(name for name in RECIPES if name != "opd"),  # it needs a teacher
+  "algorithm.name": tuple(name for name in RECIPES if not RECIPES[name].distillation),
   "algorithm.objective": (None, None, None, *OBJECTIVES),
   "algorithm.ratio": (None, None, None, *RATIOS),
   "algorithm.tis_cap": (None, None, 1.5),

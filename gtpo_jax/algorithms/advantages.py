@@ -14,11 +14,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units
-from gtpo_jax.arrays import masked_mean
+from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units, sum_by_place
+from gtpo_jax.algorithms.selection import quantile
+from gtpo_jax.arrays import masked_mean, masked_sum
 from gtpo_jax.runtime.fields import (
   ABOVE_0,
+  AT_LEAST_0,
   FLAG,
+  SHARE,
   Checked,
   Condition,
   at_least,
@@ -72,6 +75,30 @@ class TwoSidedNormalisation(Normalisation):
     'the other side) or "own" (the units of their own side, as public implementations of GTPO do: '
     "correct completions are then not preferred to incorrect ones).",
     one_of(NORM_SIDES),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantileBaseline(GroupNormalisation):
+  """The baseline of a group is a quantile of its rewards."""
+
+  baseline_quantile: float = setting(
+    0.4,
+    "the baseline of a group: its smallest reward that at least this fraction of its rewards do "
+    "not exceed (2509.22611).",
+    SHARE,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class SideWeights(GroupNormalisation):
+  """Rewards are advantages, without a baseline."""
+
+  positive_weight: float = setting(
+    0.1,
+    "multiplies the rewards of correct completions (2506.01347); 0 to learn only from incorrect "
+    "ones.",
+    AT_LEAST_0,
   )
 
 
@@ -146,7 +173,7 @@ def zscore(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   The result is 0 where the std is below `MIN_STD` and where `mask` is False.
   """
   x = centred(x, mask, axes)
-  return _divide(x, jnp.sqrt(masked_mean(jnp.square(x), mask, axes, keepdims=True)))
+  return _divide(x, _root_mean_square(x, mask, axes))
 
 
 def joint_zscore(
@@ -225,11 +252,27 @@ def whitened(shaped: ShapedRewards, units: Units, normalisation: GroupNormalisat
   tokens, as the public implementations do. Arguments and result are as in `joint_zscore`.
   """
   x = centred(shaped.plus + shaped.minus, units.mask, normalisation.axes)
+  return _guard_signs(_zscore_over_tokens(x, units), units, normalisation)
+
+
+def part_zscores(
+  shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation
+) -> jax.Array:
+  """Z-scores each part of the reward in its group, and their weighted sum over all tokens (GDPO).
+
+  The penalty is a part with the weight 1. The second z-score is that of `whitened` (2601.05242).
+  Result as in `joint_zscore`.
+  """
+  weights = units.part_weights[:, None]
+  x = (weights * zscore(units.parts, units.mask, (1,))).sum(-1, keepdims=True)
+  return _zscore_over_tokens(x + zscore(units.penalty, units.mask, (1,)), units)
+
+
+def _zscore_over_tokens(x: jax.Array, units: Units) -> jax.Array:
   total = jnp.maximum(units.tokens.sum(), 1)
   mean = (units.tokens * x).sum() / total
   std = jnp.sqrt((units.tokens * jnp.square(x - mean)).sum() / total)
-  advantages = jnp.where(units.mask, _divide(x - mean, std), 0.0)
-  return _guard_signs(advantages, units, normalisation)
+  return jnp.where(units.mask, _divide(x - mean, std), 0.0)
 
 
 def mean_normalised(
@@ -246,6 +289,80 @@ def mean_normalised(
   return _guard_signs(advantages, units, normalisation)
 
 
+def quantile_zscore(
+  shaped: ShapedRewards, units: Units, normalisation: QuantileBaseline
+) -> jax.Array:
+  """Subtracts a quantile of the group's rewards and divides by their std (QAE, 2509.22611, eq. 4).
+
+  With rewards of two values, a group of which at most 1 - `baseline_quantile` is correct teaches
+  only its successes, and any other group only its failures. Arguments and result are as in
+  `joint_zscore`.
+  """
+  rewards = shaped.plus + shaped.minus
+  of_group = lambda x, mask: quantile(x, mask, normalisation.baseline_quantile)
+  baseline = jax.vmap(of_group)(rewards, units.mask)[:, None, None]
+  deviation = centred(rewards, units.mask, normalisation.axes)
+  std = _root_mean_square(deviation, units.mask, normalisation.axes)
+  return jnp.where(units.mask, _divide(rewards - baseline, std), 0.0)
+
+
+def optimal_token_baseline(
+  shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation
+) -> jax.Array:
+  """Subtracts a baseline per token, a mean of the group's rewards weighted by W (2602.07078).
+
+  W of a token is the sum of the squared norms of the scores of its completion's tokens up to it.
+  The baseline of the t-th token that the policy has drawn is `sum(R W_t) / sum(W_t)` over the
+  completions that have such a token, and 0 if only one has. Where all W_t are 0, and with them the
+  gradients, it is the mean of R. Arguments and result are as in `joint_zscore`.
+  """
+  mask = units.mask
+  alive = mask.any(-1, keepdims=True)
+  reward = jnp.where(alive, units.reward + units.penalty, 0.0)
+  # Relative to their mean, so that equal rewards have advantages of exactly 0.
+  deviation = centred(reward, alive, (1,))
+  weight = jnp.cumsum(jnp.where(mask, units.score_norms, 0.0), -1)
+  place = jnp.cumsum(mask, -1) - 1
+  if units.gaps is False:
+    over_group = lambda x: masked_sum(x, mask, (1,), keepdims=True)
+  else:
+    over_group = lambda x: sum_by_place(x, mask, place, of_batch=False)
+  total = over_group(weight)
+  known = total > 0
+  baseline = jnp.where(known, over_group(weight * deviation) / jnp.where(known, total, 1.0), 0.0)
+  several = over_group(jnp.ones(mask.shape)) > 1
+  return jnp.where(mask, jnp.where(several, deviation - baseline, reward), 0.0)
+
+
+def best_margin(
+  shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation
+) -> jax.Array:
+  """Returns the best reward minus the second best for the best unit of a group, 0 for all others.
+
+  This is the gradient of the largest reward of a group (2503.19595). Two equally good units both
+  have advantage 0. Arguments and result are as in `joint_zscore`.
+  """
+  axes = normalisation.axes
+  rewards = shaped.plus + shaped.minus
+  highest = lambda among: jnp.where(among, rewards, -jnp.inf).max(axes, keepdims=True)
+  best = units.mask & (rewards == highest(units.mask))
+  second = highest(units.mask & ~best)
+  one_is_best = (best.sum(axes, keepdims=True) == 1) & jnp.isfinite(second)
+  return jnp.where(best & one_is_best, rewards - second, 0.0)
+
+
+def weighted_sides(shaped: ShapedRewards, units: Units, normalisation: SideWeights) -> jax.Array:
+  """Returns the rewards, weighted on O+, without a baseline (W-REINFORCE, 2506.01347).
+
+  Arguments and result are as in `joint_zscore`.
+  """
+  return normalisation.positive_weight * shaped.plus + shaped.minus
+
+
+def _root_mean_square(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+  return jnp.sqrt(masked_mean(jnp.square(x), mask, axes, keepdims=True))
+
+
 def _divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """Returns x / divisor, and 0 where the divisor is below `MIN_STD`."""
   enough = divisor >= MIN_STD
@@ -258,3 +375,10 @@ def _guard_signs(
   if not normalisation.sign_guard:
     return advantages
   return jnp.where(units.correct, jnp.maximum(advantages, 0.0), jnp.minimum(advantages, 0.0))
+
+
+# The fields of `Signals` that only these advantages need.
+NEEDS: dict[Advantage, tuple[str, ...]] = {
+  part_zscores: ("parts", "part_weights"),
+  optimal_token_baseline: ("score_norms",),
+}

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from gtpo_jax.algorithms.advantages import Distillation
 from gtpo_jax.algorithms.loss import objective_inputs, token_objectives
+from gtpo_jax.algorithms.modulation import ModulationInputs
 from gtpo_jax.algorithms.objectives import CHOICE
-from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS, k3
+from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe, Settings
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units, completion_entropy
 from gtpo_jax.algorithms.selection import all_wrong, top_share
@@ -73,8 +74,12 @@ class Algorithm:
 
     Raises:
       UserError: `guided` is given and the recipe has no guide, or there is a teacher and
-        `divergence` is not given, or turns are compared and their rewards are not given.
+        `divergence` is not given, or turns are compared and their rewards are not given, or a
+        signal in `recipe.needs` is not given.
     """
+    for name in self.recipe.needs:
+      if getattr(signals, name) is None:
+        raise UserError(f"algorithm {self.name!r} needs {name}; pass it")
     x = jax.lax.stop_gradient(signals)
     shaped, units = self.shaped(x)
     advantages = self.recipe.advantage(shaped, units, self.recipe.normalisation)
@@ -82,14 +87,17 @@ class Algorithm:
     if turns := self.recipe.turns:
       advantages = turns(advantages, x.turn_reward, x.turn_state, x.mask)
     advantages = jnp.where(mask, advantages, 0.0)
-    entropy = jnp.where(mask, x.entropy.astype(jnp.float32), 0.0)
-    advantages = self.recipe.modulation(advantages, entropy, mask)
-    distillation = self.recipe.distillation
-    if distillation and distillation.sampled:
+    masked = lambda values: jnp.where(mask, values.astype(jnp.float32), 0.0)
+    of_tokens = ModulationInputs(mask, masked(x.entropy))
+    modulation = self.recipe.modulation
+    taught = self.recipe.distillation and self.recipe.distillation.sampled
+    if taught:
       if x.divergence is None:
         raise UserError(f"algorithm {self.name!r} has a teacher and needs divergence; pass it")
-      gap = jnp.where(mask, x.divergence.astype(jnp.float32), 0.0)
-      advantages -= self.teacher_weights(x) * gap
+      of_tokens = of_tokens._replace(divergence=masked(x.divergence))
+    advantages = modulation(advantages, of_tokens)
+    if taught and not modulation.by_teacher:
+      advantages -= self.teacher_weights(x) * of_tokens.divergence
     return jax.lax.stop_gradient(advantages)
 
   @takes_fields
@@ -222,9 +230,7 @@ class Algorithm:
     loss = -jnp.where(mask, weights * objective, 0.0).sum()
     kl_weight = recipe.reference.kl_weight
     if kl_weight:
-      # Only on the policy's own tokens: k3 assumes samples from the policy, and the ratio to the
-      # reference can be huge on the guide's tokens.
-      divergence = k3(log_probs, x.log_probs_reference, x.own)
+      divergence = recipe.reference.divergence(log_probs, x)
       loss += kl_weight * jnp.where(x.own, weights * divergence, 0.0).sum()
       metrics["kl/reference"] = mean_or_nan(divergence, x.own)
     if recipe.entropy_bonus:
@@ -278,12 +284,17 @@ def _units(algorithm: Algorithm, x: Signals, per_completion: bool | None = None)
         "needs turn_reward and turn_state; pass them"
       )
     earlier = turns.earlier_rewards(x.turn_reward, x.mask)
-    if shaping.by_entropy:
+    if shaping.from_verdict:
       penalty -= earlier
     else:
       reward -= earlier
+  score_norms = x.score_norms
+  if score_norms is not None and x.importance is not None:
+    score_norms = score_norms * jnp.square(x.importance)
   columns = x.correct[..., None], reward[..., None], penalty[..., None]
-  return Units(entropy, mask, *columns, tokens, x.gaps, x.turn_state)
+  return Units(
+    entropy, mask, *columns, tokens, x.gaps, x.turn_state, x.parts, x.part_weights, score_norms
+  )
 
 
 def _check_loss_signals(algorithm: Algorithm, x: Signals, entropy: jax.Array | None) -> None:
@@ -386,6 +397,11 @@ def _check_combination(name: str, recipe: Recipe) -> None:
     raise UserError(
       "algorithm.compare = 'state' needs turns that are compared; set turn_credit = 'state', "
       "perhaps with step_weight = 0"
+    )
+  if recipe.modulation.by_teacher and recipe.distillation != Distillation():
+    raise UserError(
+      f"algorithm {name!r} weights its advantages by a teacher and reads no setting of distill; "
+      f"leave them out, got {recipe.distillation}"
     )
   if objective.ratios and objective.ratio not in objective.ratios:
     raise UserError(

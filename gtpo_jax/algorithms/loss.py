@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.objectives import Objective, ObjectiveInputs
-from gtpo_jax.algorithms.ratios import RATIOS
+from gtpo_jax.algorithms.ratios import LOG_RATIO_BOUND, RATIOS, k3, token_ratio
 from gtpo_jax.algorithms.selection import quantile, token_covariance
 from gtpo_jax.arrays import Signals, masked_mean, mean_or_nan
 from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, Checked, Condition, number, one_of, setting
@@ -73,18 +73,49 @@ class Aggregation(Checked):
     return LOSS_AGGREGATIONS[self.loss_aggregation](mask)
 
 
+KL_ESTIMATORS = ("k3", "k2", "k3_ratio")
+
+
 @dataclasses.dataclass(frozen=True)
 class ReferencePenalty(Checked):
-  """The KL divergence to a frozen reference, estimated by k3, which is added to the loss."""
+  """An estimate of the KL divergence to a frozen reference, which is added to the loss."""
 
   prefix: ClassVar[str] = "algorithm."
+  read_if: ClassVar[Mapping[str, Condition]] = {
+    "kl_estimator": Condition("kl_weight above 0", lambda x: x.kl_weight)
+  }
 
   kl_weight: float = setting(
     0.0,
-    "weight of the k3 estimate of the KL divergence to a frozen reference, added to the loss "
-    "(GRPO, 2402.03300, eq. 4); 0 for off.",
+    "weight of the estimate of the KL divergence to a frozen reference, added to the loss (GRPO, "
+    "2402.03300, eq. 4); 0 for off.",
     AT_LEAST_0,
   )
+  kl_estimator: str = setting(
+    "k3",
+    'how the KL divergence is estimated from a sampled token: "k3" (as GRPO published it; its '
+    'gradient is that of KL(reference || policy)), "k2" or "k3_ratio" (k3 times the importance '
+    "ratio). The gradients of the last two are those of KL(policy || reference).",
+    one_of(KL_ESTIMATORS),
+  )
+
+  def divergence(self, log_probs: jax.Array, x: Signals) -> jax.Array:
+    """Returns the estimate of each token, f32[n, g, t] in nats; 0 outside `x.own`.
+
+    All estimators assume samples from the policy, and the ratio to the reference can be huge on a
+    guide's tokens.
+
+    Args:
+      log_probs: f32[n, g, t], nats, of the policy being trained.
+      x: the signals of the tokens in the loss.
+    """
+    if self.kl_estimator == "k2":
+      gap = jnp.where(x.own, log_probs - x.log_probs_reference, 0.0)
+      return 0.5 * jnp.square(jnp.clip(gap, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    divergence = k3(log_probs, x.log_probs_reference, x.own)
+    if self.kl_estimator == "k3_ratio":
+      divergence *= token_ratio(log_probs, x.log_probs_old, x.own)
+    return divergence
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,18 +1,30 @@
-"""Modulations change the advantages of single tokens by their entropy, after normalisation."""
+"""Modulations change the advantages of single tokens after normalisation.
+
+They do so by the tokens' entropies, or by what a teacher thinks of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from gtpo_jax.algorithms.ratios import bounded_exp
 from gtpo_jax.algorithms.relative_entropy import turn_begins
 from gtpo_jax.arrays import masked_mean
-from gtpo_jax.runtime.fields import AT_LEAST_0, AT_LEAST_1, Checked, one_of, setting
+from gtpo_jax.runtime.fields import AT_LEAST_0, AT_LEAST_1, SHARE, Checked, number, one_of, setting
 
 STEPS = ("turn", "token")
+
+
+class ModulationInputs(NamedTuple):
+  """The tokens that a modulation reads. Values are 0 where `mask` is False."""
+
+  mask: jax.Array  # bool[n, g, t], the tokens in the loss
+  entropy: jax.Array  # f32[n, g, t], nats
+  divergence: Any = None  # f32[n, g, t], nats, as in `Signals`; None without a teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,18 +33,19 @@ class NoModulation(Checked):
 
   Attributes:
     per_token: whether the tokens of a completion can get different advantages.
+    by_teacher: whether a teacher's log-probs modulate the advantages, instead of being added.
   """
 
   prefix: ClassVar[str] = "algorithm."
   per_token: ClassVar[bool] = False
+  by_teacher: ClassVar[bool] = False
 
-  def __call__(self, advantages: jax.Array, entropy: jax.Array, mask: jax.Array) -> jax.Array:
+  def __call__(self, advantages: jax.Array, x: ModulationInputs) -> jax.Array:
     """Returns the changed advantages, f32[n, g, t]; 0 where `mask` is False.
 
     Args:
       advantages: f32[n, g, t], 0 where `mask` is False.
-      entropy: f32[n, g, t], nats, 0 where `mask` is False.
-      mask: bool[n, g, t], the tokens in the loss.
+      x: of the same tokens.
     """
     return advantages
 
@@ -56,8 +69,8 @@ class AdvantageBonus(NoModulation):
     AT_LEAST_1,
   )
 
-  def __call__(self, advantages: jax.Array, entropy: jax.Array, mask: jax.Array) -> jax.Array:
-    return advantages + entropy_bonus(advantages, entropy, self.bonus_alpha, self.bonus_kappa)
+  def __call__(self, advantages: jax.Array, x: ModulationInputs) -> jax.Array:
+    return advantages + entropy_bonus(advantages, x.entropy, self.bonus_alpha, self.bonus_kappa)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +104,8 @@ class ConfidenceModulation(NoModulation):
     1.0, "how much the bonus depends on the entropy of the next step.", AT_LEAST_0
   )
 
-  def __call__(self, advantages: jax.Array, entropy: jax.Array, mask: jax.Array) -> jax.Array:
+  def __call__(self, advantages: jax.Array, x: ModulationInputs) -> jax.Array:
+    mask, entropy = x.mask, x.entropy
     begins = mask
     if self.step == "turn":
       begins = turn_begins(mask)
@@ -106,6 +120,35 @@ class ConfidenceModulation(NoModulation):
       bonus = self.clarity * jnp.exp(-self.clarity_k * following)
       modulated += jnp.where(has_next, bonus, 0.0)
     return jnp.where(mask, modulated - masked_mean(modulated, begins), 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherModulation(NoModulation):
+  """Larger advantages where a teacher that knows more agrees with their sign (RLSD, 2604.03128).
+
+  With d = log teacher - log pi of the sampled token, when it was sampled, the advantage becomes
+
+      A ((1 - teacher_mix) + teacher_mix clip(exp(sign(A) d), 1 - teacher_clip, 1 + teacher_clip)).
+
+  Its sign never changes.
+  """
+
+  per_token: ClassVar[bool] = True
+  by_teacher: ClassVar[bool] = True
+
+  teacher_mix: float = setting(
+    0.5,
+    "how much the teacher changes the advantages; 0: not at all.",
+    number(lambda x: 0 <= x <= 1, "in [0, 1]"),
+  )
+  teacher_clip: float = setting(
+    0.2, "the teacher's weights are clipped to [1 - teacher_clip, 1 + teacher_clip].", SHARE
+  )
+
+  def __call__(self, advantages: jax.Array, x: ModulationInputs) -> jax.Array:
+    weight = bounded_exp(-jnp.sign(advantages) * x.divergence)
+    weight = jnp.clip(weight, 1 - self.teacher_clip, 1 + self.teacher_clip)
+    return advantages * (1 - self.teacher_mix + self.teacher_mix * weight)
 
 
 def entropy_bonus(

@@ -361,6 +361,43 @@ class Dppo(RatioObjective):
 
 
 @dataclasses.dataclass(frozen=True)
+class Aspo(RatioObjective):
+  """`sg(w) A log pi`, where w is 1 / r if `A > 0` and r elsewhere (ASPO, 2510.06062).
+
+  w is at most `ratio_cap`, and such a token keeps its gradient. A token that PPO clips has none:
+  `r > 1 + eps_high` where `A > 0`, and `r < 1 - eps_low` elsewhere. Tokens with `A > 0` that the
+  policy has made less likely are so trained most, those that it has made more likely least. The
+  gradient is that of the authors' public code, whose loss has other values.
+  """
+
+  name: ClassVar[str] = "aspo"
+  paper: ClassVar[str] = "2510.06062"
+  ratios: ClassVar[tuple[str, ...]] = ("token",)
+
+  eps_low: float = setting(0.2, CLIP_RANGE, SHARE)
+  eps_high: float = setting(0.2, CLIP_RANGE, ABOVE_0)
+  ratio_cap: float = setting(
+    3.0, "upper bound of the weight: of 1 / r where A > 0, of r elsewhere.", AT_LEAST_1
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    self._check_order("eps_low", "eps_high")
+
+  def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
+    rewarded = x.advantages > 0
+    too_high = rewarded & (x.ratio > 1 + self.eps_high)
+    too_low = ~rewarded & (x.ratio < 1 - self.eps_low)
+    weight = jnp.where(rewarded, 1.0 / x.ratio, x.ratio)
+    kept = jnp.where(too_high | too_low, 0.0, jnp.minimum(weight, self.ratio_cap))
+    return jax.lax.stop_gradient(kept) * x.advantages * x.log_probs, {
+      "clip/low": too_low,
+      "clip/high": too_high,
+      "clip/cap": weight > self.ratio_cap,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
 class Fipo(Clip):
   """The clipped objective with the advantage A f, where f is the token's influence (2603.19835).
 
@@ -433,7 +470,7 @@ def discounted_future(x: jax.Array, mask: jax.Array, discount: float) -> jax.Arr
 
 
 OBJECTIVES: dict[str, type[Objective]] = {
-  cls.name: cls for cls in (Clip, Cispo, Sapo, Gmpo, Dppo, ClipCov, KlCov, Stare, Fipo)
+  cls.name: cls for cls in (Clip, Cispo, Sapo, Gmpo, Dppo, ClipCov, KlCov, Stare, Fipo, Aspo)
 }
 
 # The setting that chooses one of them.

@@ -11,25 +11,39 @@ import functools
 from typing import Any
 
 from gtpo_jax.algorithms.advantages import (
+  NEEDS,
   Advantage,
   Distillation,
   GroupNormalisation,
   Normalisation,
+  QuantileBaseline,
+  SideWeights,
   TwoSidedNormalisation,
+  best_margin,
   joint_centred,
   joint_zscore,
   leave_one_out,
   mean_normalised,
   no_credit,
+  optimal_token_baseline,
+  part_zscores,
+  quantile_zscore,
   two_sided_zscore,
+  weighted_sides,
   whitened,
 )
 from gtpo_jax.algorithms.corrections import Corrections
 from gtpo_jax.algorithms.loss import Aggregation, EntropyBonus, Guide, NoGuide, ReferencePenalty
-from gtpo_jax.algorithms.modulation import AdvantageBonus, ConfidenceModulation, NoModulation
+from gtpo_jax.algorithms.modulation import (
+  AdvantageBonus,
+  ConfidenceModulation,
+  NoModulation,
+  TeacherModulation,
+)
 from gtpo_jax.algorithms.objectives import (
   CHOICE,
   OBJECTIVES,
+  Aspo,
   Cispo,
   Clip,
   ClipCov,
@@ -52,7 +66,9 @@ from gtpo_jax.algorithms.shaping import (
   GtpoV1Shaping,
   GtpoV2Shaping,
   LengthPenalty,
+  PassKShaping,
   PlainReward,
+  TokenReward,
 )
 from gtpo_jax.algorithms.turn_credit import TurnCredit
 from gtpo_jax.runtime.fields import Checked
@@ -72,7 +88,7 @@ class Recipe:
     objective: the surrogate objective.
     normalisation: over which completions advantages are normalised.
     turns: the credit of an episode's turns beside their completion.
-    modulation: changes the advantages of single tokens by their entropy.
+    modulation: changes the advantages of single tokens by their entropy, or by a teacher.
     aggregation: how the objectives of the tokens are combined into the loss.
     selection: which groups, completions and tokens are trained on.
     reference: the KL divergence to a reference, in the loss.
@@ -114,6 +130,11 @@ class Recipe:
     for part in self.parts.values():
       values |= dataclasses.asdict(part)
     return values
+
+  @property
+  def needs(self) -> tuple[str, ...]:
+    """The fields of `Signals` that only this algorithm's advantages need; see also `turns`."""
+    return NEEDS.get(self.advantage, ())
 
   @property
   def selects(self) -> bool:
@@ -179,6 +200,7 @@ _completion_credit = functools.partial(
   Recipe, objective=Clip(ratio="arithmetic"), normalisation=_GROUP, aggregation=_COMPLETIONS
 )
 _grpo = functools.partial(Recipe, aggregation=_COMPLETIONS, selection=_ALL_GROUPS)
+_reinforce = functools.partial(Recipe, objective=_PPO, selection=_ALL_GROUPS)
 _dapo = functools.partial(Recipe, rewards=(-1.0, 1.0), selection=_DYNAMIC)
 
 # Values that a row does not name are the defaults of its parts.
@@ -258,9 +280,17 @@ RECIPES: dict[str, Recipe] = {
     objective=KlCov(selected_share=2e-3, kl_cov_coef=1.0),
     selection=_ALL_GROUPS,
   ),
-  "rloo": Recipe("2402.14740", leave_one_out, objective=_PPO, selection=_ALL_GROUPS),
-  "reinforce_pp": Recipe("2501.03262", whitened, objective=_PPO, selection=_ALL_GROUPS),
-  "max_rl": Recipe("2602.02710", mean_normalised, objective=_PPO, selection=_ALL_GROUPS),
+  "rloo": _reinforce("2402.14740", leave_one_out),
+  "reinforce_pp": _reinforce("2501.03262", whitened),
+  "max_rl": _reinforce("2602.02710", mean_normalised),
+  "qae": _dapo("2509.22611", quantile_zscore, normalisation=QuantileBaseline()),
+  "otb": _reinforce("2602.07078", optimal_token_baseline, shaping=TokenReward()),
+  "gdpo": _reinforce("2601.05242", part_zscores),
+  "pass_at_k": _grpo("2508.10751", joint_centred, shaping=PassKShaping(), objective=_PPO),
+  "pass_k_max": _reinforce("2503.19595", best_margin),
+  "w_reinforce": _reinforce(
+    "2506.01347", weighted_sides, rewards=(-1.0, 1.0), normalisation=SideWeights()
+  ),
   "entropy_advantage": _dapo(
     "2506.14758", joint_zscore, modulation=AdvantageBonus(bonus_alpha=0.4, bonus_kappa=2.0)
   ),
@@ -270,32 +300,22 @@ RECIPES: dict[str, Recipe] = {
     objective=Stare(selected_share=0.1, surprise_weight=1.1, entropy_gate=0.3),
     selection=_DYNAMIC,
   ),
+  "aspo": _dapo("2510.06062", joint_zscore, objective=Aspo()),
   "fipo": _dapo("2603.19835", joint_zscore, objective=Fipo()),
   "empg": _dapo("2509.09265", joint_zscore, modulation=ConfidenceModulation()),
-  "gigpo": Recipe(
-    "2505.10978",
+  "gigpo": _reinforce("2505.10978", joint_zscore, turns=TurnCredit("state", turn_discount=0.95)),
+  "turn_return": _reinforce(
+    "2511.14846", joint_zscore, turns=TurnCredit("return", outcome_weight=0.0)
+  ),
+  "mt_grpo": _reinforce("2505.11821", joint_zscore, turns=TurnCredit("reward")),
+  "rlsd": _grpo(
+    "2604.03128",
     joint_zscore,
     objective=_PPO,
-    selection=_ALL_GROUPS,
-    turns=TurnCredit("state", turn_discount=0.95),
-  ),
-  "turn_return": Recipe(
-    "2511.14846",
-    joint_zscore,
-    objective=_PPO,
-    selection=_ALL_GROUPS,
-    turns=TurnCredit("return", outcome_weight=0.0),
-  ),
-  "mt_grpo": Recipe(
-    "2505.11821", joint_zscore, objective=_PPO, selection=_ALL_GROUPS, turns=TurnCredit("reward")
-  ),
-  "opd": Recipe(
-    "2306.13649, 2306.08543",
-    no_credit,
-    objective=_PPO,
-    selection=_ALL_GROUPS,
+    modulation=TeacherModulation(),
     distillation=Distillation(),
   ),
+  "opd": _reinforce("2306.13649, 2306.08543", no_credit, distillation=Distillation()),
 }
 
 
@@ -355,6 +375,7 @@ class Settings:
   overlong_filter: bool | None = None
   dynamic_sampling: bool | None = None
   kl_weight: float | None = None
+  kl_estimator: str | None = None
   entropy_coef: float | None = None
   entropy_target: float | None = None
   entropy_coef_delta: float | None = None
@@ -378,9 +399,14 @@ class Settings:
   guide_completions: int | None = None
   guide_cap: float | None = None
   lambda_zero: float | None = None
+  baseline_quantile: float | None = None
+  pass_k: int | None = None
+  positive_weight: float | None = None
   bonus_alpha: float | None = None
   bonus_kappa: float | None = None
   step: str | None = None
   confidence_k: float | None = None
   clarity: float | None = None
   clarity_k: float | None = None
+  teacher_mix: float | None = None
+  teacher_clip: float | None = None

@@ -9,7 +9,7 @@ entropy. All arrays are [n, g, u], where a unit of credit is a token (u = t) or 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +112,11 @@ class Units(NamedTuple):
   # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
   gaps: bool | None = None
   states: jax.Array | None = None  # i32[n, g, u], of turns; needed by `StateSets`
+  # The next are None unless the recipe needs them.
+  parts: Any = None  # f32[n, g, k], of the reward
+  part_weights: Any = None  # f32[n, k]
+  # f32[n, g, u], of the scores of tokens, times squared importance weights if there are any
+  score_norms: Any = None
 
   def known(self, sets: Sets) -> Sets:
     """Returns comparison sets with the states that they need."""

@@ -51,14 +51,14 @@ class PlainReward(Checked):
   """The reward plus the penalty, equal for all units of a completion. The base of all shapings.
 
   Attributes:
-    by_entropy: whether rewards come from `correct`, shaped by entropy, instead of from `reward`.
+    from_verdict: whether rewards come from `correct` instead of from `reward`.
     per_completion: whether the unit of credit is a completion instead of a token.
     mean: the mean over a completion's token entropies, one of `MEANS`.
     h_floor: lower bound in nats that is applied to entropies before the geometric mean.
   """
 
   prefix: ClassVar[str] = "algorithm."
-  by_entropy: ClassVar[bool] = False
+  from_verdict: ClassVar[bool] = False
   per_completion: ClassVar[bool] = True
   mean: ClassVar[str] = "arithmetic"
   h_floor: ClassVar[float] = 0.0
@@ -71,6 +71,13 @@ class PlainReward(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenReward(PlainReward):
+  """The same, with a token as the unit of credit."""
+
+  per_completion: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True)
 class EntropyShaping(PlainReward):
   """The base of the shapings of GTPO and GRPO-S, which differ in `plus` and `minus`.
 
@@ -79,7 +86,7 @@ class EntropyShaping(PlainReward):
       effect, because the reward is never negative before the penalty.
   """
 
-  by_entropy: ClassVar[bool] = True
+  from_verdict: ClassVar[bool] = True
   compare: ClassVar[str] = "position"
   floor: ClassVar[float] = 0.0
   kappa: ClassVar[float] = 0.0
@@ -299,6 +306,49 @@ class GrpoSV2Shaping(GrpoSV1Shaping):
   @property
   def minus(self) -> BaseAndWeight:
     return 0.0, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PassKShaping(PlainReward):
+  """The reward of a completion is that of the groups of k that it can be in (2508.10751).
+
+  With N completions, of which M are incorrect, a random group of k has the mean reward
+  `R = 1 - C(M, k) / C(N, k)` and the standard deviation `s = sqrt(R (1 - R))`. The mean reward of
+  the groups with a given completion is 1 on O+ and `1 - C(M - 1, k - 1) / C(N - 1, k - 1)` on O-.
+  The shaped reward is this plus the penalty, divided by s. Its mean over the completions is R / s
+  plus that of the penalties. It is 0 where s is 0: if all groups of k succeed, or all fail.
+  """
+
+  from_verdict: ClassVar[bool] = True
+
+  pass_k: int = setting(
+    4,
+    "the number of completions of which one must be correct; 1 for GRPO's advantages.",
+    number(lambda x: x >= 1, "an integer >= 1", numbers.Integral),
+  )
+
+  def __call__(self, x: Units) -> ShapingOutputs:
+    k = min(self.pass_k, x.mask.shape[1])
+    count = x.mask.sum((1, 2), keepdims=True)
+    wrong = x.minus.sum((1, 2), keepdims=True)
+    all_wrong = none_correct(wrong, count, k)
+    std = jnp.sqrt(all_wrong * (1.0 - all_wrong))
+    scale = jnp.where(std > 0, 1.0 / jnp.where(std > 0, std, 1.0), 0.0)
+    others_wrong = none_correct(wrong - 1, count - 1, k - 1)
+    plus = jnp.where(x.plus, scale * (1.0 + x.penalty), 0.0)
+    minus = jnp.where(x.minus, scale * (1.0 - others_wrong + x.penalty), 0.0)
+    return ShapedRewards(plus, minus), {}
+
+
+def none_correct(wrong: jax.Array, count: jax.Array, k: int) -> jax.Array:
+  """Returns the probability that k of `count` completions, or all if there are fewer, are wrong.
+
+  It is `C(wrong, k) / C(count, k)`, f32 of the shape of both counts.
+  """
+  drawn = jnp.arange(k)
+  left = jnp.maximum(count[..., None] - drawn, 1)
+  factors = jnp.where(drawn < count[..., None], (wrong[..., None] - drawn) / left, 1.0)
+  return jnp.prod(jnp.maximum(factors, 0.0), -1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,6 +126,11 @@ def check_sampling(sampling: SamplingSection, batch: BatchSection, algorithm: Al
       f"algorithm.guide_completions must leave at least two of batch.group = {batch.group} "
       f"to the policy itself, got {settings.guide_completions}"
     )
+  if settings.pass_k and settings.pass_k >= batch.group:
+    raise UserError(
+      f"algorithm.pass_k must be below batch.group = {batch.group}, because the whole group has "
+      f"none to be compared with, got {settings.pass_k}"
+    )
 
 
 def check_reward(reward: RewardSection, batch: BatchSection, algorithm: Algorithm) -> None:

@@ -25,6 +25,7 @@ _ELSEWHERE: Mapping[str, str] = {
   "algorithm.eps_high": "clip_ratio_high epsilon_high",
   "algorithm.eps_low": "clip_ratio clip_ratio_low cliprange epsilon",
   "algorithm.forking_share": "top_entropy_quantile",
+  "algorithm.kl_estimator": "kl_loss_type use_bias_correction_kl",
   "algorithm.kl_weight": "beta kl_coef kl_loss_coef",
   "algorithm.loss_aggregation": "loss_agg_mode loss_type",
   "algorithm.name": "adv_estimator advantage_estimator",

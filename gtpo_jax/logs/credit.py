@@ -62,12 +62,15 @@ class CreditRecord:
   correct: np.ndarray  # bool[n, g]
   reward: np.ndarray  # f32[n, g]
   penalty: np.ndarray  # f32[n, g]
+  parts: np.ndarray  # f32[n, g, parts], as in `Rewards`; no parts if the algorithm needs none
+  part_weights: np.ndarray  # f32[n, parts]
   valid: np.ndarray  # bool[n, g]; False: excluded from loss and statistics
   finished: np.ndarray  # bool[n, g]; False: cut off at the length limit
   guided: np.ndarray  # bool[n, g]; True: sampled from the guide
   divergence: np.ndarray  # f32[n, g, t], nats, from the teacher; 0 without one
   turn_reward: np.ndarray  # f32[n, g, t], as in `Rewards`; 0 if turns are not compared
   turn_state: np.ndarray  # i32[n, g, t], as in `Rewards`; 0 if turns are not compared
+  score_norms: np.ndarray  # f32[n, g, t], as in `Rollouts`; 0 unless the algorithm needs them
   turn_truth: np.ndarray  # f32[n, g, t], see `_turn_truth`; NaN if unknown
   truth: np.ndarray  # u8[n, g, t], the codes of `logs.truth`; all 0 if they are unknown
   shown: np.ndarray  # i32[k], indices of the groups shown
@@ -98,6 +101,9 @@ class CreditRecord:
       divergence=self.divergence if recipe.distillation else None,
       turn_reward=self.turn_reward if recipe.turns else None,
       turn_state=self.turn_state if recipe.turns else None,
+      parts=self.parts,
+      part_weights=self.part_weights,
+      score_norms=self.score_norms,
     )
     return signals.only(self.valid)
 
@@ -108,6 +114,7 @@ OF_BATCH = (
   "divergence",
   "turn_reward",
   "turn_state",
+  "score_norms",
   "turn_truth",
   "truth",
 )  # stored for all tokens of the batch, without padding
@@ -151,12 +158,15 @@ def write_credit(
     correct=batch.correct,
     reward=rewards.reward,
     penalty=rewards.penalty,
+    parts=_or_zeros(rewards.parts, none[..., None][..., :0], np.float32),
+    part_weights=_or_zeros(rewards.part_weights, none[:, :0], np.float32),
     valid=valid,
     finished=rollouts.finished,
     guided=none if rollouts.guided is None else rollouts.guided,
     divergence=divergence,
     turn_reward=_or_zeros(rewards.turn_reward, rollouts.tokens, np.float32),
     turn_state=_or_zeros(rewards.turn_state, rollouts.tokens, np.int32),
+    score_norms=_or_zeros(rollouts.score_norms, rollouts.tokens, np.float32),
     turn_truth=_turn_truth(truth.turns, rollouts.tokens.shape),
     truth=_or_zeros(truth.tokens, rollouts.tokens, np.uint8),
     shown=shown,
@@ -344,8 +354,11 @@ def _read(file: Path) -> CreditRecord:
   texts.setdefault("stops", [[""] * g] * k)  # of runs before 0.2.0
   present = np.arange(width) < arrays["lengths"][..., None]
   arrays.setdefault("divergence", np.zeros_like(arrays["entropy"]))  # of runs before 0.2.0
-  for name, dtype in (("turn_reward", np.float32), ("turn_state", np.int32)):  # before 0.4.0
+  for name in ("turn_reward", "turn_state", "score_norms"):  # of runs before 0.4.0
+    dtype = np.int32 if name == "turn_state" else np.float32
     arrays.setdefault(name, np.zeros(arrays["entropy"].shape, dtype))
+  arrays.setdefault("parts", np.zeros((*arrays["lengths"].shape, 0), np.float32))
+  arrays.setdefault("part_weights", np.zeros((len(arrays["lengths"]), 0), np.float32))
   arrays.setdefault("turn_truth", np.full(arrays["entropy"].shape, np.nan, np.float32))
   for name in PER_TOKEN:
     where = present if name in OF_BATCH else present[arrays["shown"]]

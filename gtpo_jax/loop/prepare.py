@@ -104,7 +104,7 @@ def _check_start(config: Config) -> None:
 def _check_parts(config: Config) -> None:
   """Checks the reward of algorithms with entropy shaping, which shape `correct` themselves."""
   weights = dict(config.reward.weighted)
-  if not config.resolved_algorithm.recipe.shaping.by_entropy or weights.get("correct") == 1:
+  if not config.resolved_algorithm.recipe.shaping.from_verdict or weights.get("correct") == 1:
     return
   name = config.algorithm.name
   parts = config.reward.parts

@@ -113,7 +113,8 @@ class Placement:
   """Places groups on the mesh as the batch of a step, with what the trainer computes before it.
 
   This is the packing (which completions share a row in the trainer's forward pass), the log-probs
-  of the policy, if a correction needs them, and of the reference and the teacher.
+  of the policy, if a correction needs them, and of the reference and the teacher, and the norms of
+  the policy's scores, if a baseline per token needs them.
   """
 
   def __init__(
@@ -130,8 +131,8 @@ class Placement:
     batch = config.batch
     model = worker.model
     corrections = config.resolved_algorithm.recipe.corrections
-    scorer = lambda model, replays=False: make_scorer(
-      model, config.sampling.temperature, batch.parts, batch.head_chunk, replays
+    scorer = lambda model, replays=False, norms=False: make_scorer(
+      model, config.sampling.temperature, batch.parts, batch.head_chunk, replays, norms
     )
     self._config = config
     self._worker = worker
@@ -139,6 +140,8 @@ class Placement:
     self._pack = batch.pack
     self._rescore = scorer(model, True) if corrections.needs_rescoring else None
     self._scorers = {name: (scorer(model), params) for name, (model, params) in scorers.items()}
+    if "score_norms" in config.resolved_algorithm.recipe.needs:
+      self._scorers["score_norms"] = (scorer(model, True, True), None)
     self._keep_guided = jax.jit(
       lambda log_probs, rollouts: jnp.where(
         rollouts.guided[..., None], rollouts.log_probs, log_probs

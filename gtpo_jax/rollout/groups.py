@@ -36,6 +36,8 @@ class RewardResult:
       parts other than "correct"; 0 for algorithms without entropy shaping.
     penalty: f32[n, g] <= 0, the length penalty.
     valid: bool[n, g]; `scored`, and not removed by the overlong filter.
+    parts: f32[n, g, k], the parts without their weights; None unless the algorithm needs them.
+    part_weights: f32[n, k], their weights; None likewise.
     tallies: the mean of each part other than "correct", the number of completions that are not
       scored, and the metrics of episodes and of a judge.
   """
@@ -47,6 +49,8 @@ class RewardResult:
   penalty: np.ndarray
   valid: np.ndarray
   tallies: Tallies
+  parts: np.ndarray | None = None
+  part_weights: np.ndarray | None = None
 
   @property
   def metrics(self) -> dict[str, float]:
@@ -57,7 +61,13 @@ class RewardResult:
   def rewards(self) -> Rewards:
     """What the update reads, in host arrays."""
     return Rewards(
-      self.correct, self.reward - self.added, self.penalty + self.added, self.valid, self.scored
+      self.correct,
+      self.reward - self.added,
+      self.penalty + self.added,
+      self.valid,
+      self.scored,
+      parts=self.parts,
+      part_weights=self.part_weights,
     )
 
 
@@ -164,6 +174,8 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
   routes = lambda *leading: shape and shape.like(*leading)
   teacher_prompts = prompts(config.teacher_prompt_tokens) if config.teacher.prompt else None
   c = config.conversations
+  k = len(config.reward.weighted)
+  by_part = "parts" in algorithm.recipe.needs
   rollouts = Rollouts(
     prompts=prompts(p).replace(routes=routes(n, p)),
     tokens=like(jnp.int32, n, g, t),
@@ -180,6 +192,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     rescored=token_float if algorithm.recipe.corrections.needs_rescoring else None,
     reference=token_float if settings.kl_weight else None,
     teacher=token_float if taught and taught.sampled else None,
+    score_norms=token_float if "score_norms" in algorithm.recipe.needs else None,
     teacher_prompts=teacher_prompts,
     begins=like(jnp.int32, n, g, c) if c else None,
     gaps=None if config.env.is_used else False,  # with episodes, every batch decides by itself
@@ -192,13 +205,15 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     scored=completion_flag,
     turn_reward=token_float if algorithm.recipe.turns else None,
     turn_state=like(jnp.int32, n, g, t) if algorithm.recipe.turns else None,
+    parts=like(jnp.float32, n, g, k) if by_part else None,
+    part_weights=like(jnp.float32, n, k) if by_part else None,
   )
   return rollouts, rewards
 
 
 def without_scores(rollouts: Rollouts) -> Rollouts:
-  """Returns rollouts without the log-probs that are computed when the batch is placed."""
-  return rollouts.replace(rescored=None, reference=None, teacher=None)
+  """Returns rollouts without what is computed when the batch is placed."""
+  return rollouts.replace(rescored=None, reference=None, teacher=None, score_norms=None)
 
 
 def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

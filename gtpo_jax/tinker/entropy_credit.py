@@ -47,6 +47,8 @@ def split_credit(
   recipe = RECIPES[name]
   if recipe.distillation or recipe.guide.guide_completions:
     raise bad(f"credit {name!r} needs a second model, which this server does not have", CREDIT)
+  if recipe.needs:
+    raise bad(f"credit {name!r} needs {recipe.needs[0]}, which requests do not have", CREDIT)
   own = {key: value for key, value in rest.items() if key not in SETTINGS[loss]}
   values = {
     # The protocol has floats only.

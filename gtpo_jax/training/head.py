@@ -124,6 +124,28 @@ def log_probs_and_entropy(
   return _forward(hidden, table, tokens, settings)[0]
 
 
+def score_norms(
+  hidden: jax.Array, table: jax.Array, tokens: jax.Array, settings: HeadSettings
+) -> jax.Array:
+  """Returns the squared norm of the gradient of each log-prob in the logits, f32[b, t].
+
+  It is `1 - 2 p[token] + sum(p^2)`, from 0 for a certain token to 2. It has no gradient. Arguments
+  are as in `log_probs_and_entropy`.
+  """
+
+  def chunk_norms(
+    vocab_shard: jax.Array, hidden: jax.Array, tokens: jax.Array
+  ) -> tuple[None, jax.Array]:
+    _, logits, ids = chunk_logits(
+      vocab_shard, hidden, tokens, settings.temperature, settings.precision
+    )
+    log_probs, _, _, squares = softmax_statistics(logits, ids, squares=True)
+    return None, local_positions(1 - 2 * jnp.exp(log_probs) + squares)
+
+  _, norms = _over_chunks(chunk_norms, hidden, table, (tokens,), settings, with_gradient=False)
+  return jax.lax.stop_gradient(jnp.maximum(norms, 0))
+
+
 def _forward(
   hidden: jax.Array, table: jax.Array, tokens: jax.Array, settings: HeadSettings
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:

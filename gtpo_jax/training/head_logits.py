@@ -7,6 +7,7 @@ d model width, v vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -46,19 +47,28 @@ def chunk_logits(
   return hidden, logits / temperature, local_ids(vocab_shard, gather_positions(tokens))
 
 
-def softmax_statistics(logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns log-prob, entropy and log-sum-exp, f32[b, c] each, from the chunk's logits and ids."""
-  of_shard = jax.lax.platform_dependent(logits, cuda=_in_one_pass, default=_in_two_passes)
+def softmax_statistics(
+  logits: jax.Array, ids: jax.Array, squares: bool = False
+) -> tuple[jax.Array, ...]:
+  """Returns log-prob, entropy and log-sum-exp, f32[b, c] each, from the chunk's logits and ids.
+
+  With `squares`, the sum of the squared probabilities is the last result.
+  """
+  of_shard = jax.lax.platform_dependent(
+    logits,
+    cuda=functools.partial(_in_one_pass, squares=squares),
+    default=functools.partial(_in_two_passes, squares=squares),
+  )
   max_logit = jax.lax.pmax(of_shard.largest, VOCAB_AXES)
   last_id = logits.shape[-1] - 1
   target = jnp.take_along_axis(logits, jnp.minimum(ids, last_id)[..., None], -1)[..., 0]
-  shard_sums = (
-    jnp.where(ids <= last_id, target - max_logit, 0),
-    *of_shard.relative_to(max_logit)[1:],
-  )
-  shifted_target, total, weighted_total = sum_shards(shard_sums, VOCAB_AXES)
+  of_target = jnp.where(ids <= last_id, target - max_logit, 0)
+  shard_sums = (of_target, *of_shard.relative_to(max_logit)[1:])
+  shifted_target, total, weighted_total, total_squares = sum_shards(shard_sums, VOCAB_AXES)
   log_total = jnp.log(total)
-  return shifted_target - log_total, log_total - weighted_total / total, max_logit + log_total
+  statistics = (shifted_target - log_total, log_total - weighted_total / total)
+  statistics += (max_logit + log_total,)
+  return (*statistics, total_squares / jnp.square(total)) if squares else statistics
 
 
 class _Sums(NamedTuple):
@@ -68,39 +78,47 @@ class _Sums(NamedTuple):
     largest: m.
     total: the sum of exp(z - m).
     weighted: the sum of exp(z - m) (z - m).
+    squares: the sum of exp(2 (z - m)); None if it is not needed.
   """
 
   largest: jax.Array
   total: jax.Array
   weighted: jax.Array
+  squares: jax.Array | None = None
 
   def relative_to(self, largest: jax.Array) -> _Sums:
     """Returns the same sums with another number, at least as large, in place of m."""
     shift = self.largest - largest
     scale = jnp.exp(shift)
-    return _Sums(largest, self.total * scale, (self.weighted + self.total * shift) * scale)
+    total = self.total * scale
+    weighted = (self.weighted + self.total * shift) * scale
+    squares = None if self.squares is None else self.squares * jnp.square(scale)
+    return _Sums(largest, total, weighted, squares)
 
 
-def _in_two_passes(logits: jax.Array) -> _Sums:
+def _in_two_passes(logits: jax.Array, squares: bool = False) -> _Sums:
   """Returns the sums over the last axis of logits; the first pass finds the largest."""
   largest = logits.max(-1)
   shifted = logits - largest[..., None]
   weights = jnp.exp(shifted)
-  return _Sums(largest, weights.sum(-1), (weights * shifted).sum(-1))
+  total_squares = jnp.square(weights).sum(-1) if squares else None
+  return _Sums(largest, weights.sum(-1), (weights * shifted).sum(-1), total_squares)
 
 
-def _in_one_pass(logits: jax.Array) -> _Sums:
+def _in_one_pass(logits: jax.Array, squares: bool = False) -> _Sums:
   """Returns the sums over the last axis of logits, which GPUs then read once."""
 
   def join(x: _Sums, y: _Sums) -> _Sums:
     largest = jnp.maximum(x.largest, y.largest)
     x, y = x.relative_to(largest), y.relative_to(largest)
-    return _Sums(largest, x.total + y.total, x.weighted + y.weighted)
+    total_squares = x.squares + y.squares if squares else None
+    return _Sums(largest, x.total + y.total, x.weighted + y.weighted, total_squares)
 
   zero = jnp.zeros((), logits.dtype)
   # Not -inf, whose difference to itself is no number.
-  none = _Sums(zero + jnp.finfo(logits.dtype).min, zero, zero)
-  single = _Sums(logits, jnp.ones_like(logits), jnp.zeros_like(logits))
+  none = _Sums(zero + jnp.finfo(logits.dtype).min, zero, zero, zero if squares else None)
+  ones = jnp.ones_like(logits)
+  single = _Sums(logits, ones, jnp.zeros_like(logits), ones if squares else None)
   return jax.lax.reduce(single, none, join, (logits.ndim - 1,))
 
 

@@ -21,6 +21,7 @@ from gtpo_jax.training.head import (
   TokenLoss,
   log_probs_and_entropy,
   loss_and_log_probs,
+  score_norms,
 )
 from gtpo_jax.training.head_logits import Comparison
 from gtpo_jax.training.packing import merge_parts, split_batch
@@ -148,12 +149,18 @@ def loss_and_score(
 
 @functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
 def make_scorer(
-  model: Transformer, temperature: float, micro_batches: int, chunk: int, replays: bool = False
+  model: Transformer,
+  temperature: float,
+  micro_batches: int,
+  chunk: int,
+  replays: bool = False,
+  norms: bool = False,
 ) -> Callable[[Params, Rollouts], jax.Array]:
   """Returns a jitted function (params, rollouts) -> log-probs f32[n, g, t] of the sampled tokens.
 
   The log-probs are in nats, computed with the trainer's forward pass, and 0 on padding. Only the
-  policy that sampled the tokens `replays` its choices of experts.
+  policy that sampled the tokens `replays` its choices of experts. With `norms`, the function
+  returns `score_norms` in place of the log-probs.
   """
 
   settings = head_settings(model, temperature, chunk)
@@ -161,7 +168,12 @@ def make_scorer(
   def log_probs(params: Params, rollouts: Rollouts) -> jax.Array:
     def score_part(x: Rollouts) -> jax.Array:
       x = x if replays else x.replace(routes=None)
-      scores, _ = score(model, params, Reading.of(x), settings)
+      reading = Reading.of(x)
+      if norms:
+        *head_inputs, _ = _head_inputs(model, params, reading)
+        scores = _to_completions(score_norms(*head_inputs, settings), reading)
+      else:
+        scores, _ = score(model, params, reading, settings)
       return jnp.where(x.mask, scores, 0.0)
 
     return merge_parts(jax.lax.map(score_part, split_batch(rollouts, micro_batches, model)))

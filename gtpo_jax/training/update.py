@@ -136,7 +136,12 @@ def make_update(
     teacher_params: Params | None = None,
   ) -> tuple[TrainState, Metrics]:
     credit = Signals.of(rollouts, rewards).only(rewards.valid)
-    signals = credit.without_turns().replace(
+    if credit.score_norms is not None and rollouts.rescored is not None:
+      importance = algorithm.recipe.corrections.weights(
+        rollouts.rescored, rollouts.sampler_log_probs, rollouts.mask
+      )
+      credit = credit.replace(importance=importance)
+    signals = credit.after_credit().replace(
       advantages=algorithm.advantages(credit),
       mask=algorithm.loss_mask(credit),
       teacher_weights=algorithm.teacher_weights(credit) if teacher else None,

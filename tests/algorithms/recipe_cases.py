@@ -9,16 +9,21 @@ import numpy as np
 from slow_reference import BY_ENTROPY, EVERY_GROUP, SEQUENCE_LEVEL
 
 from gtpo_jax.algorithms import OBJECTIVES, RECIPES, make
+from gtpo_jax.algorithms.advantages import no_credit
 
-# The tests of algorithms with a teacher are in test_distillation.py.
-NAMES = tuple(name for name, recipe in RECIPES.items() if not recipe.distillation)
+# The tests of what a teacher adds are in test_distillation.py.
+NAMES = tuple(name for name, recipe in RECIPES.items() if recipe.advantage != no_credit)
 CONTRAST = tuple(name for name in NAMES if name not in EVERY_GROUP)
+# A reward is credit without others to be compared with; in "otb" at the end of the longest one.
+WITHOUT_BASELINE = ("w_reinforce", "otb")
+# Groups that are all correct or all incorrect are in the loss, with advantages of 0.
+ZERO_WITHOUT_CONTRAST = ("pass_at_k",)
 WITHOUT_ENTROPY = tuple(name for name in NAMES if name not in BY_ENTROPY)
 SEQUENCE_RATIO = (*SEQUENCE_LEVEL, "gspo")
 # The loss of a token depends on the other tokens of its completion.
 NOT_PER_TOKEN = (*SEQUENCE_RATIO, "gspo_token", "gmpo", "fipo")
 # The objectives that are a weight without a gradient times the log-prob.
-WEIGHTED_LOG_PROBS = ("cispo", "dppo")
+WEIGHTED_LOG_PROBS = ("cispo", "dppo", "aspo")
 
 COMPARISONS = [
   (compare, scope) for compare in ("position", "sequence", "matrix") for scope in ("group", "batch")
@@ -45,12 +50,17 @@ STRONG = {
   "grpo_s": {"beta1": 0.8, "beta2": 0.4},
   "grpo_s_v1": {"beta": 0.4},
   "grpo_s_v2": {"beta": 0.4},
+  "qae": {"baseline_quantile": 0.6},
+  "pass_at_k": {"pass_k": 2},
+  "w_reinforce": {"positive_weight": 0.7},
+  "rlsd": {"teacher_mix": 0.8, "teacher_clip": 0.5},
 }
 # Settings that make each objective act on some, but not all, tokens of `random_policies`.
 STRONG_OBJECTIVE = {
   "cispo": {"eps_low": 0.4, "eps_high": 0.5},
   "gmpo": {"eps_low": 0.3, "eps_high": 0.2},
   "dppo": {"delta_low": 0.1, "delta_high": 0.1, "ratio_cap": 1.5},
+  "aspo": {"eps_low": 0.3, "eps_high": 0.3, "ratio_cap": 1.4},
   "clip_cov": {"selected_share": 0.2, "cov_low": 0.05, "cov_high": 1.5},
   "kl_cov": {"selected_share": 0.2, "kl_cov_coef": 0.7},
   "stare": {"selected_share": 0.3, "surprise_weight": 1.4, "entropy_gate": 50.0},
@@ -124,11 +134,29 @@ def random_batch(seed, name="gtpo", n=7, g=5, t=4):
     "reward": np.where(correct, right, wrong).astype(np.float32),
     "penalty": -rng.random((n, g)).astype(np.float32),
   }
-  if RECIPES[name].turns:
-    batch |= random_turns(rng, batch)
+  batch |= random_needs(rng, name, batch)
   if has_guide(name):
     batch["guided"] = np.broadcast_to(np.arange(g) >= g - 2, (n, g)).copy()
   return batch
+
+
+def random_needs(rng, name, batch):
+  """Returns the signals that only this recipe needs."""
+  if RECIPES[name].turns:
+    return random_turns(rng, batch)
+  shape = batch["correct"].shape
+  needs = {}
+  if RECIPES[name].distillation:
+    gap = np.where(batch["mask"], rng.normal(0.1, 0.5, batch["mask"].shape), 9e3)
+    needs["divergence"] = gap.astype(np.float32)
+  if "score_norms" in RECIPES[name].needs:
+    norms = np.where(batch["mask"], 2 * rng.random(batch["mask"].shape) ** 2, 9e3)
+    needs["score_norms"] = norms.astype(np.float32)
+  if "parts" in RECIPES[name].needs:
+    parts = np.stack([batch["reward"], *rng.random((2, *shape)).round(1)], -1)
+    needs["parts"] = parts.astype(np.float32)
+    needs["part_weights"] = np.tile(np.float32([1.0, 0.5, -0.2]), (len(parts), 1))
+  return needs
 
 
 def with_gaps(batch, seed, t=11):
@@ -138,7 +166,12 @@ def with_gaps(batch, seed, t=11):
   places = np.stack([np.sort(rng.permutation(t)[:short]) for _ in range(n * g)])
   places = places.reshape(n, g, short)
   spread = dict(batch)
-  for name, filler in (("mask", False), ("entropy", 7e5), ("divergence", 7e5)):
+  for name, filler in (
+    ("mask", False),
+    ("entropy", 7e5),
+    ("divergence", 7e5),
+    ("score_norms", 7e5),
+  ):
     if name in batch:
       values = np.full((n, g, t), filler, batch[name].dtype)
       np.put_along_axis(values, places, batch[name], -1)

@@ -13,8 +13,8 @@ from recipe_cases import (
   has_guide,
   option_id,
   random_batch,
+  random_needs,
   random_policies,
-  random_turns,
   step,
   strong,
 )
@@ -100,8 +100,7 @@ def test_nothing_is_nan_or_infinite(name, options):
   @given(batches(guided=has_guide(name)))
   def check(case):
     batch, policies = case
-    if algorithm.recipe.turns:
-      batch = batch | random_turns(np.random.default_rng(0), batch)
+    batch = batch | random_needs(np.random.default_rng(0), name, batch)
     got = jax.tree.map(np.asarray, step(algorithm, arrays(batch), arrays(policies)))
     guided = batch.get("guided", np.zeros((N, G), bool))[..., None]
     metrics = got.pop("metrics")

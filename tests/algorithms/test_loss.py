@@ -1,5 +1,6 @@
 """`Algorithm.loss` by hand: corrections, metrics, and the inputs it refuses."""
 
+import functools
 import math
 
 import jax
@@ -142,3 +143,57 @@ def test_ratio_metrics_by_hand():
   quantiles = [metrics[f"ratio/{name}"] for name in ("p01", "p50", "p99")]
   np.testing.assert_allclose(quantiles, [0.5, 2.0, 4.0], rtol=1e-6)
   assert abs(metrics["covariance/mean"]) < 1e-6  # all advantages are equal
+
+
+def test_which_divergence_each_estimator_has_the_gradient_of():
+  """Each id of a vocabulary is a token, weighted by the probability that it was sampled with.
+
+  The old policy is another one than the trained one only for "k3_ratio".
+  """
+  logits = jnp.asarray([0.3, -0.5, 1.1, 0.0])
+  reference = jax.nn.log_softmax(jnp.asarray([1.0, 0.2, -0.4, 0.1]))
+  earlier = jax.nn.log_softmax(jnp.asarray([-0.2, 0.4, 0.5, 0.9]))
+  kl = lambda p, q: (jnp.exp(p) * (p - q)).sum()
+  to_reference = jax.grad(lambda x: kl(jax.nn.log_softmax(x), reference))(logits)
+  from_reference = jax.grad(lambda x: kl(reference, jax.nn.log_softmax(x)))(logits)
+  of_token = lambda x: x.reshape(1, 4, 1)
+
+  def gradient(estimator, old):
+    algorithm = make("grpo", kl_weight=0.5, kl_estimator=estimator)
+
+    def expected(x):
+      return algorithm.loss(
+        log_probs=of_token(jax.nn.log_softmax(x)),
+        log_probs_old=of_token(old),
+        log_probs_reference=of_token(reference),
+        advantages=jnp.zeros((1, 4, 1)),
+        mask=jnp.ones((1, 4, 1), bool),
+        weights=of_token(jnp.exp(old)),
+      )[0]
+
+    return jax.jit(jax.grad(expected))(logits)
+
+  on_policy = jax.nn.log_softmax(logits)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+  close(gradient("k3", on_policy), 0.5 * from_reference)
+  close(gradient("k2", on_policy), 0.5 * to_reference)
+  close(gradient("k3_ratio", on_policy), 0.5 * to_reference)
+  close(gradient("k3_ratio", earlier), 0.5 * to_reference)
+  assert np.abs(from_reference - to_reference).max() > 0.05
+
+
+def test_the_kl_estimators_by_hand():
+  """log pi - log ref is -0.5 and the importance ratio 2."""
+  at = lambda x: jnp.full((1, 1, 1), x)
+  values = {}
+  for estimator in ("k3", "k2", "k3_ratio"):
+    _, metrics = make("grpo", kl_weight=0.1, kl_estimator=estimator).loss(
+      log_probs=at(-1.0),
+      log_probs_old=at(-1.0 - math.log(2.0)),
+      log_probs_reference=at(-0.5),
+      advantages=at(0.0),
+      mask=at(True),
+    )
+    values[estimator] = float(metrics["kl/reference"])
+  k3 = math.exp(0.5) - 1.5
+  assert values == pytest.approx({"k3": k3, "k2": 0.125, "k3_ratio": 2 * k3}, rel=1e-5)

@@ -16,6 +16,7 @@ BASE = {
   "loss_aggregation": "token",
   "contrast": True,
   "kl_weight": 0.0,
+  "kl_estimator": "k3",
   "tis_cap": 0.0,
   "tis_level": "token",
   "mask_low": 0.0,
@@ -129,7 +130,24 @@ PUBLISHED = {
   "rloo": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "reinforce_pp": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "max_rl": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
+  "qae": ({**DAPO, "baseline_quantile": 0.4}, (-1, 1)),
+  "otb": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
+  "gdpo": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
+  "pass_at_k": ({**GRPO, "pass_k": 4}, (0, 1)),
+  "pass_k_max": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
+  "w_reinforce": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2, "positive_weight": 0.1}, (-1, 1)),
   "entropy_advantage": ({**DAPO, "bonus_alpha": 0.4, "bonus_kappa": 2.0}, (-1, 1)),
+  "aspo": (
+    {
+      **BASE,
+      "dynamic_sampling": True,
+      "objective": "aspo",
+      "eps_low": 0.2,
+      "eps_high": 0.2,
+      "ratio_cap": 3.0,
+    },
+    (-1, 1),
+  ),
   "fipo": (
     {
       **DAPO,
@@ -155,6 +173,7 @@ PUBLISHED = {
     (0, 1),
   ),
   "mt_grpo": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2, "turn_credit": "reward"}, (0, 1)),
+  "rlsd": ({**GRPO, "teacher_mix": 0.5, "teacher_clip": 0.2}, (0, 1)),
   "opd": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "stare": (
     {
@@ -256,6 +275,12 @@ def test_resolved_settings_make_the_same_algorithm(name, options):
     ("dapo", "overlong_buffer", 1.5, "an integer >= 0 (tokens)"),
     ("dapo_mixed", "guide_completions", 0, "an integer >= 1"),
     ("dapo_mixed", "guide_completions", 2.0, "an integer >= 1"),
+    ("qae", "baseline_quantile", 0.0, "in (0, 1]"),
+    ("pass_at_k", "pass_k", 0, "an integer >= 1"),
+    ("pass_at_k", "pass_k", 2.0, "an integer >= 1"),
+    ("w_reinforce", "positive_weight", -0.1, "at least 0 and finite"),
+    ("rlsd", "teacher_mix", 1.1, "in [0, 1]"),
+    ("rlsd", "teacher_clip", 0.0, "in (0, 1]"),
     ("gtpo", "sign_guard", "no", "True or False"),  # any text is true
     ("gtpo", "sign_guard", 2, "True or False"),
     ("gtpo", "sign_guard", 1, "True or False"),
@@ -287,6 +312,9 @@ def test_a_bad_value_is_refused_with_the_value_and_the_bound(name, setting, valu
     ("dapo", "overlong_buffer", 0),
     ("dapo_mixed", "guide_completions", 1),
     ("dapo_mixed", "lambda_zero", 0),
+    ("qae", "baseline_quantile", 1.0),
+    ("pass_at_k", "pass_k", 1),
+    ("w_reinforce", "positive_weight", 0),
     ("dapo", "length_penalty", "group_relative"),
     ("dapo", "loss_aggregation", "group"),
     ("gtpo", "sign_guard", True),
@@ -303,6 +331,8 @@ def test_numpy_numbers_are_accepted():
 
 def test_settings_that_would_have_no_effect_are_refused():
   assert make("dapo", gamma=1, length_penalty="group_relative").settings.gamma == 1
+  with pytest.raises(UserError, match="'k2' only has an effect with kl_weight above"):
+    make("dapo", kl_estimator="k2")
   with pytest.raises(UserError) as error:
     make("dapo", gamma=0.6)
   assert str(error.value) == (

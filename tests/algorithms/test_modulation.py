@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import OBJECTIVES, make
-from gtpo_jax.algorithms.modulation import ConfidenceModulation, next_step, run_mean
+from gtpo_jax.algorithms.modulation import (
+  ConfidenceModulation,
+  ModulationInputs,
+  next_step,
+  run_mean,
+)
 from gtpo_jax.algorithms.objectives import ObjectiveInputs, discounted_future
 
 E = np.exp
@@ -20,7 +25,7 @@ ADVANTAGES = jnp.asarray([[[1.0, 1.0, 0.0, 1.0, 0.0], [-1.0, 0.0, 0.0, 0.0, 0.0]
 def test_empg_over_turns_by_hand():
   """The turns have the entropies 1, 3 and 2, so H' is 0, 1 and 1/2."""
   got = ConfidenceModulation(confidence_k=1.0, clarity=0.1, clarity_k=2.0)(
-    ADVANTAGES, jnp.where(MASK, ENTROPY, 0), MASK
+    ADVANTAGES, ModulationInputs(MASK, jnp.where(MASK, ENTROPY, 0))
   )
   average = (1 + E(-1) + E(-0.5)) / 3
   first = 1 / average + 0.1 * E(-2)  # the next turn has H' = 1
@@ -35,7 +40,7 @@ def test_empg_over_turns_by_hand():
 def test_empg_over_tokens_by_hand():
   """The entropies are 0, 2, 3 and 2; the token after the second is in the next turn."""
   got = ConfidenceModulation(step="token", confidence_k=3.0, clarity=0.2, clarity_k=1.5)(
-    ADVANTAGES, jnp.where(MASK, ENTROPY, 0), MASK
+    ADVANTAGES, ModulationInputs(MASK, jnp.where(MASK, ENTROPY, 0))
   )
   scale = np.asarray([1, E(-2), E(-3), E(-2)])
   values = np.asarray([1, 1, 1, -1]) * scale / scale.mean()
@@ -48,7 +53,7 @@ def test_equally_confident_steps_keep_their_advantages():
   """Without a next step there is no bonus, and the mean of these advantages is 0."""
   mask = MASK.at[0, 0, 3].set(False)
   advantages = jnp.where(mask, ADVANTAGES, 0)
-  got = ConfidenceModulation()(advantages, jnp.where(mask, 0.7, 0.0), mask)
+  got = ConfidenceModulation()(advantages, ModulationInputs(mask, jnp.where(mask, 0.7, 0.0)))
   np.testing.assert_allclose(got, advantages, atol=1e-7)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import make
-from gtpo_jax.algorithms.objectives import Clip, ObjectiveInputs
+from gtpo_jax.algorithms.objectives import Aspo, Clip, ObjectiveInputs
 
 PLAIN = Clip(eps_low=0.2, eps_high=0.28, dual_clip=0.0)
 DUAL = Clip(eps_low=0.2, eps_high=0.28, dual_clip=3.0)
@@ -52,6 +52,27 @@ def test_clip(ratio, advantage, objective, slope, clipped):
   got, grad, counted = evaluate(PLAIN, ratio, advantage)
   np.testing.assert_allclose([got, grad], [objective, ratio * slope], rtol=1e-5)
   assert counted == clipped
+
+
+@pytest.mark.parametrize(
+  ("ratio", "advantage", "slope", "counted"),
+  [
+    (1.0, 2.0, 2.0, set()),
+    (0.5, 2.0, 4.0, set()),  # A > 0: 2 / 0.5
+    (0.25, 2.0, 6.0, {"clip/cap"}),  # 1 / 0.25, at most 3
+    (1.1, 2.2, 2.0, set()),
+    (1.5, 2.0, 0.0, {"clip/high"}),
+    (0.9, -2.0, -1.8, set()),  # A < 0: as PPO
+    (0.5, -2.0, 0.0, {"clip/low"}),
+    (2.0, -2.0, -4.0, set()),
+    (5.0, -2.0, -6.0, {"clip/cap"}),  # a dual clip that keeps the gradient
+  ],
+)
+def test_aspo(ratio, advantage, slope, counted):
+  """The slope is given in log pi; the objective is the slope times log pi, without a gradient."""
+  got, grad, flags = evaluate(Aspo(), ratio, advantage)
+  np.testing.assert_allclose([got, grad], [slope * (math.log(ratio) - 1), slope], rtol=1e-5)
+  assert flags == counted
 
 
 @pytest.mark.parametrize(

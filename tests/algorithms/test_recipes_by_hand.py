@@ -12,6 +12,7 @@ import pytest
 from recipe_cases import BONUS
 
 from gtpo_jax.algorithms import make
+from gtpo_jax.runtime.errors import UserError
 
 MASK = jnp.asarray([[[True, True], [True, False], [True, True], [True, False]]])
 CORRECT = jnp.asarray([[True, True, False, False]])
@@ -246,6 +247,124 @@ def test_dapo_mixed():
   close(loss, -first / 4 - 0.5 * second / 3)
   close([metrics["clip/guide"], metrics["clip/low"], metrics["clip/high"]], [1 / 2, 1 / 5, 1 / 5])
   close(metrics["ratio/mean"], (1.5 + 1.0 + 0.5 + 1.1 + 1.5) / 5)
+
+
+def completions(*correct):
+  """Returns a group of completions of one token, whose rewards are 1 and 0."""
+  right = jnp.asarray([correct], bool)
+  alive = jnp.ones((1, len(correct), 1), bool)
+  reward = right.astype(jnp.float32)
+  return {"entropy": 0.0 * alive, "mask": alive, "correct": right, "reward": reward}
+
+
+def test_qae():
+  """The 2nd smallest of five rewards is the baseline with K = 0.4, the std is 0.4 or 0.49."""
+  algorithm = make("qae", baseline_quantile=0.4)
+  of = lambda *correct: algorithm.advantages(**completions(*correct))[0, :, 0]
+  # A fifth and three fifths are correct, at most 1 - K: the baseline is 0.
+  close(of(1, 0, 0, 0, 0), [2.5, 0, 0, 0, 0])
+  close(of(1, 1, 1, 0, 0), [1 / 0.24**0.5] * 3 + [0, 0])
+  # Four fifths are correct: the baseline is 1.
+  close(of(1, 1, 1, 1, 0), [0, 0, 0, 0, -2.5])
+  # Graded rewards: 0.1, 0.2, 0.4, 0.5, 0.8 have mean 0.4 and variance 0.3 / 5; the baseline is 0.2.
+  graded = completions(1, 0, 0, 0, 0) | {"reward": jnp.asarray([[0.8, 0.1, 0.5, 0.2, 0.4]])}
+  std = 0.06**0.5
+  close(algorithm.advantages(**graded)[0, :, 0], np.array([0.6, -0.1, 0.3, 0, 0.2]) / std)
+
+
+def test_rlsd():
+  """A = 1 on O+ and -1 on O-; the teacher finds a token exp(d) times as probable as the policy."""
+  d = jnp.log(jnp.asarray([[[1.1, 2.0], [0.5, 1.0], [1.1, 2.0], [0.5, 1.0]]]))
+  x = {"entropy": jnp.asarray(TOKENS), "mask": MASK, "correct": CORRECT, "reward": REWARD}
+  of = lambda **settings: make("rlsd", **settings).advantages(**x, divergence=-d)
+  # w = 1.1, 2 -> 1.2, 0.5 -> 0.8 on O+; 1 / 1.1, 1 / 2 -> 0.8, 1 / 0.5 -> 1.2 on O-.
+  close(of(), per_token(1.05, 1.1, 0.9, -(0.5 + 0.5 / 1.1), -0.9, -1.1))
+  close(of(teacher_mix=1.0, teacher_clip=1.0), per_token(1.1, 2, 0.5, -1 / 1.1, -0.5, -2))
+  close(of(teacher_mix=0.0), per_completion(1, 1, -1, -1))
+
+
+def test_otb():
+  """W is 1, 3 in the first completion, 3 in the second, 2, 4 in the third, 2 in the last."""
+  norms = jnp.asarray([[[1.0, 2.0], [3.0, 9.0], [2.0, 2.0], [2.0, 9.0]]])
+  x = {"entropy": jnp.asarray(TOKENS), "mask": MASK, "correct": CORRECT, "reward": REWARD}
+  algorithm = make("otb")
+  got = algorithm.advantages(**x, score_norms=norms)
+  # Position 1: (1 + 3) / 8. Position 2: 3 / 7, without the completions of one token.
+  close(got, per_token(0.5, 4 / 7, 0.5, -0.5, -3 / 7, -0.5))
+  # The third has three tokens: at its last one there is nobody to be compared with.
+  longer = {key: jnp.pad(y, ((0, 0), (0, 0), (0, 1))) for key, y in x.items() if y.ndim == 3}
+  longer["mask"] = longer["mask"].at[0, 2, 2].set(True)
+  penalty = jnp.asarray([[0.0, 0.0, -0.2, 0.0]])
+  norms = jnp.pad(norms, ((0, 0), (0, 0), (0, 1)), constant_values=1.0)
+  got = algorithm.advantages(**x | longer, score_norms=norms, penalty=penalty)
+  # Position 1: (1 + 3 - 0.4) / 8, position 2: (3 - 0.8) / 7.
+  close(got[0, 2], [-0.2 - 0.45, -0.2 - 2.2 / 7, -0.2])
+  # With importance weights, their squares count: W is 4, 3, 2, 2 at position 1.
+  importance = jnp.ones(MASK.shape).at[0, 0].set(2.0)
+  weighted = algorithm.advantages(**x, score_norms=norms[..., :2], importance=importance)
+  close(weighted[0, :, 0], np.array([1, 1, 0, 0]) - 7 / 11)
+  with pytest.raises(UserError, match="'otb' needs score_norms; pass it"):
+    algorithm.advantages(**x)
+
+
+def test_gdpo():
+  """A verdict, and half as much a format that the failures keep more often than the success."""
+  x = completions(1, 0, 0, 0) | {
+    "parts": jnp.asarray([[[1.0, 0.0], [0.0, 0.1], [0.0, 0.1], [0.0, 0.0]]]),
+    "part_weights": jnp.asarray([[1.0, 0.5]]),
+  }
+  # z-scores of the verdict: mean 1/4, std sqrt(3)/4; of the format: mean 0.05, std 0.05.
+  r = 3**0.5
+  total = np.array([r - 0.5, -1 / r + 0.5, -1 / r + 0.5, -1 / r - 0.5])
+  close(make("gdpo").advantages(**x)[0, :, 0], total / total.std())
+  # The second z-score counts tokens: the first completion has two of five. The penalty is a part.
+  longer = jnp.asarray([[[True, True], [True, False], [True, False], [True, False]]])
+  penalty = {"penalty": jnp.asarray([[-0.3, 0.0, 0.0, 0.0]])}
+  total = total + np.array([-r, 1 / r, 1 / r, 1 / r])
+  tokens = total[[0, 0, 1, 2, 3]]
+  got = make("gdpo").advantages(**x | penalty | {"mask": longer, "entropy": 0.0 * longer})
+  close(got[0, :, 0], (total - tokens.mean()) / tokens.std())
+  with pytest.raises(UserError, match="'gdpo' needs part_weights; pass it"):
+    make("gdpo").advantages(**x | {"part_weights": None})
+
+
+def test_pass_at_k():
+  """One of four is correct: half of the six pairs succeed, and each pair of three failures."""
+  of = lambda k, *correct: make("pass_at_k", pass_k=k).advantages(**completions(*correct))[0, :, 0]
+  # R = 1 - C(3, 2) / C(4, 2) = 1/2, s = 1/2; A- = (1/2 - C(2, 1) / C(3, 1)) / s = -1/3.
+  close(of(2, 1, 0, 0, 0), [1, -1 / 3, -1 / 3, -1 / 3])
+  # R = 1 - C(2, 2) / C(4, 2) = 5/6, s = sqrt(5)/6; A- = (1/6 - 1/3) / s.
+  right = 1 / 5**0.5
+  close(of(2, 1, 1, 0, 0), [right, right, -right, -right])
+  # Every pair has one of the three correct ones.
+  close(of(2, 1, 1, 1, 0), [0, 0, 0, 0])
+  # With k = 1, the z-score of GRPO: mean 1/4, std sqrt(3)/4.
+  close(of(1, 1, 0, 0, 0), [3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)])
+  # A group of fewer than k completions counts as a whole.
+  close(of(9, 1, 0, 0, 0), [0, 0, 0, 0])
+  penalised = completions(1, 0, 0, 0) | {"penalty": jnp.asarray([[-0.4, 0.0, 0.0, 0.0]])}
+  # -0.4 has the mean -0.1, and s is 1/2.
+  expected = [1 - 0.6, -1 / 3 + 0.2, -1 / 3 + 0.2, -1 / 3 + 0.2]
+  close(make("pass_at_k", pass_k=2).advantages(**penalised)[0, :, 0], expected)
+
+
+def test_pass_k_max():
+  of = lambda x: make("pass_k_max").advantages(**x)[0, :, 0]
+  close(of(completions(0, 1, 0, 0)), [0, 1, 0, 0])
+  close(of(completions(0, 1, 0, 1)), [0, 0, 0, 0])
+  graded = completions(1, 0, 0, 0) | {"reward": jnp.asarray([[0.3, 0.1, 0.9, 0.5]])}
+  close(of(graded), [0, 0, 0.4, 0])
+  close(of(completions(1)), [0])
+
+
+def test_w_reinforce():
+  rewards = {"reward": jnp.asarray([[1.0, 1.0, -1.0, -1.0]])}
+  _, _, advantages, loss = work(make("w_reinforce"), TOKENS, **rewards)
+  close(advantages, per_completion(0.1, 0.1, -1, -1))
+  # Ratios 1.5 -> 1.2, 1, 0.5 on O+; 0.5 -> 0.8, 1.1, 1.5 on O-.
+  close(loss, -(0.1 * (1.2 + 1.0 + 0.5) - (0.8 + 1.1 + 1.5)) / 6)
+  _, _, negative_only, _ = work(make("w_reinforce", positive_weight=0.0), TOKENS, **rewards)
+  close(negative_only, per_completion(0, 0, -1, -1))
 
 
 def test_the_effective_fraction_of_participants():

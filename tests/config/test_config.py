@@ -276,6 +276,10 @@ def test_lower_bounds(name, least):
       ["algorithm.overlong_buffer must be below sampling.max_tokens = 40, got 40"],
     ),
     (
+      {"algorithm__name": "pass_at_k", "algorithm__pass_k": 8, "batch__group": 8},
+      ["algorithm.pass_k must be below batch.group = 8", "got 8"],
+    ),
+    (
       {"optimizer__learning_rate": 0.0},
       ["optimizer.learning_rate must be above 0 and finite, got 0.0"],
     ),
@@ -298,7 +302,8 @@ def test_bounds(values, parts):
   "config",
   [
     Config(),
-    *(freeze({"algorithm": {"name": name}}) for name in RECIPES if name != "opd"),
+    *(freeze({"algorithm": {"name": name}}) for name in RECIPES if not RECIPES[name].distillation),
+    freeze({"algorithm": {"name": "rlsd"}, "teacher": {"path": "x"}}),
     freeze({"algorithm": {"name": "opd"}, "teacher": {"path": "x"}, "distill": {"coef": 0.5}}),
     freeze(
       {

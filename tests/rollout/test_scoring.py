@@ -107,6 +107,29 @@ def test_parts_are_weighted_and_logged():
   np.testing.assert_array_equal(found.correct, score().correct)  # correct is not the shaped reward
 
 
+def test_gdpo_gets_each_part_and_its_weight():
+  found = score("gdpo", **{"reward.parts": "correct*2,answer_line*-1"}).rewards
+  np.testing.assert_array_equal(found.parts[..., 0], [[1, 0, 1], [1, 0, 0]])
+  np.testing.assert_array_equal(found.parts[..., 1], [[0, 1, 0], [0, 0, 0]])
+  np.testing.assert_array_equal(found.part_weights, [[2, -1], [2, -1]])
+  assert found.parts.dtype == found.part_weights.dtype == np.float32
+  assert score("grpo").rewards.parts is None
+
+
+def test_parts_that_cancel_are_named_once(capfd):
+  """In the first group, exactly the wrong completion has an answer line."""
+  manager = manager_of("grpo", **{"reward.parts": "correct,answer_line"})
+  np.testing.assert_array_equal(score_with(manager).reward[0], [1, 1, 1])
+  score_with(manager)
+  (line,) = capfd.readouterr().err.splitlines()
+  assert "reward.parts = 'correct,answer_line' differ in a group whose sums are all equal" in line
+  assert line.endswith("normalise each part with algorithm.name=gdpo")
+  score("grpo", **{"reward.parts": "correct,answer_line*0.9"})
+  score("gdpo", **{"reward.parts": "correct,answer_line"})
+  score("gtpo", **{"reward.parts": "correct,answer_line"})  # only the verdict decides about a side
+  assert not capfd.readouterr().err
+
+
 def test_the_arguments_of_a_users_function():
   SEEN.clear()
   score(**{"reward.parts": "correct,test_scoring:shorter"})

@@ -233,6 +233,8 @@ def test_a_teacher_that_the_mesh_does_not_fit_is_refused(tmp_path):
 def test_settings_without_a_teacher_are_refused():
   for name, changes, message in (
     ("opd", {}, "algorithm 'opd' learns from a teacher: set teacher.path"),
+    ("rlsd", {}, "algorithm 'rlsd' learns from a teacher: set teacher.path"),
+    ("rlsd", {"distill.coef": 0.5, "teacher.path": "x"}, r"out, got .*\(coef=0.5, "),
     ("gtpo", {"distill.coef": 0.5}, "distill.coef = 0.5 only has an effect with a teacher"),
     ("gtpo", {"teacher.prompt": "{prompt}"}, "teacher.prompt = '{prompt}' only has an effect with"),
     ("opd", {"teacher.prompt": "x", "teacher.path": "x"}, "teacher.prompt must contain {prompt}"),

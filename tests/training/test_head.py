@@ -11,7 +11,12 @@ from meshes import mesh_of
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Signals
 from gtpo_jax.runtime.mesh import single_device_mesh
-from gtpo_jax.training.head import HeadSettings, log_probs_and_entropy, loss_and_log_probs
+from gtpo_jax.training.head import (
+  HeadSettings,
+  log_probs_and_entropy,
+  loss_and_log_probs,
+  score_norms,
+)
 from gtpo_jax.training.head_logits import _in_one_pass, _in_two_passes
 
 B = 3
@@ -139,8 +144,24 @@ def test_sums_over_logits_against_float64(sums):
   exact = logits.astype(np.float64)
   shifted = exact - exact.max(-1, keepdims=True)
   expected = (exact.max(-1), np.exp(shifted).sum(-1), (np.exp(shifted) * shifted).sum(-1))
-  for actual, value in zip(jax.jit(sums)(logits), expected, strict=True):
+  got = jax.jit(functools.partial(sums, squares=True))(logits)
+  for actual, value in zip(got, (*expected, np.exp(2 * shifted).sum(-1)), strict=True):
     np.testing.assert_allclose(actual, value, rtol=2e-6, atol=1e-6)
+  for actual, value in zip(jax.jit(sums)(logits), got, strict=True):
+    assert actual is None or (actual == value).all()
+
+
+@pytest.mark.parametrize("shape", [None, pytest.param((1, 2, 1, 4), marks=pytest.mark.devices)])
+def test_the_norm_of_a_score_against_the_gradient_of_the_log_prob(shape):
+  """On one device and with the vocabulary split."""
+  hidden, table, tokens = inputs(6, 8, 13, 16, 64)
+  mesh = mesh_of(*shape) if shape else single_device_mesh()
+  settings = HeadSettings(mesh, 0.7, 24, "highest")
+  got = jax.jit(lambda *arrays: score_norms(*arrays, settings))(hidden, table, tokens)
+  logits = jnp.einsum("btd,vd->btv", hidden, table, precision="highest") / 0.7
+  log_prob = lambda z, token: jax.nn.log_softmax(z)[token]
+  gradients = jax.vmap(jax.vmap(jax.grad(log_prob)))(logits, tokens)
+  np.testing.assert_allclose(got, jnp.square(gradients).sum(-1), rtol=1e-5, atol=1e-6)
 
 
 def test_no_gradient_flows_through_the_entropy():

@@ -247,6 +247,8 @@ class RunPrograms:
     scorers = []
     if corrections.needs_rescoring:
       scorers.append(("rescoring", self.model, params))
+    if "score_norms" in config.resolved_algorithm.recipe.needs:
+      scorers.append(("score_norms", self.model, params))
     if settings.kl_weight:
       scorers.append(("reference", self.model, params))
     if self.teacher and not config.resolved_algorithm.recipe.matches_distributions:
@@ -254,7 +256,8 @@ class RunPrograms:
       scorers.append(("teacher", self.teacher, read))
     batch = config.batch
     for name, model, read in scorers:
-      scorer = make_scorer(model, config.sampling.temperature, batch.parts, batch.head_chunk)
+      options = config.sampling.temperature, batch.parts, batch.head_chunk
+      scorer = make_scorer(model, *options, norms=name == "score_norms")
       resident = self.frozen + bytes_per_device((self.state.opt_state, self._decode_params))
       resident -= self._shared
       # The policy's parameters are in memory too; the program counts what it reads.

@@ -141,17 +141,17 @@ def _truth_figure(record: CreditRecord, label: str) -> dict[str, Any]:
 def distinct_algorithms() -> list[tuple[str, Algorithm]]:
   """Returns the algorithms that assign different credit, with the names of all that share it.
 
-  Algorithms with a guide or a teacher are left out. Objectives and ratios act on the credit only
-  after the first gradient update.
+  Algorithms with a guide, a teacher or signals of their own are left out. Objectives and ratios act
+  on the credit only after the first gradient update.
   """
   same: dict[Any, list[str]] = {}
   for name, recipe in RECIPES.items():
     algorithm = make(name)
     settings = algorithm.settings
-    if settings.guide_completions or recipe.distillation:
+    if settings.guide_completions or recipe.distillation or recipe.needs:
       continue
     uniform = not (recipe.per_token_credit or settings.forking_share)
-    plain = uniform and not recipe.shaping.by_entropy
+    plain = uniform and not recipe.shaping.from_verdict
     same.setdefault("plain" if plain else name, []).append(name)
   joined = lambda names: ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
   return [(joined(names), make(names[0])) for names in same.values()]

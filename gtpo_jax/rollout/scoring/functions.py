@@ -158,15 +158,17 @@ class FunctionCaller:
 
   def _show_once(self, name: str, error: str) -> None:
     """Prints why a function has no usable value, but only the first time this happens."""
-    if name not in self._shown:
-      self._shown.add(name)
-      print(
-        f"gtpo: reward function {name!r} failed; its completions are left out and counted as "
-        f"reward/no_verdict:\n{error}",
-        file=sys.stderr,
-        end="",
-        flush=True,
-      )
+    self.show_once(
+      name,
+      f"reward function {name!r} failed; its completions are left out and counted as "
+      f"reward/no_verdict:\n{error.removesuffix(chr(10))}",
+    )
+
+  def show_once(self, key: str, message: str) -> None:
+    """Prints a message, the first time for its key."""
+    if key not in self._shown:
+      self._shown.add(key)
+      print(f"gtpo: {message}", file=sys.stderr, flush=True)
 
   def show_sum_once(self, parts: str, sizes: Mapping[str, float]) -> None:
     """Prints, the first time, that a weighted sum of parts is too large, and which part is.
@@ -175,17 +177,13 @@ class FunctionCaller:
       parts: the config's `reward.parts`.
       sizes: the largest magnitude of each part times its weight.
     """
-    key = f"the sum of {parts}"
-    if key not in self._shown:
-      self._shown.add(key)
-      name = max(sizes, key=sizes.get)
-      print(
-        f"gtpo: the weighted sum of reward.parts = {parts!r} is over {MAX_NUMBER:g} in size, since "
-        f"the part {name!r} times its weight is up to {sizes[name]:g}; these completions are left "
-        "out and counted as reward/no_verdict; lower the weight",
-        file=sys.stderr,
-        flush=True,
-      )
+    name = max(sizes, key=sizes.get)
+    self.show_once(
+      f"the sum of {parts}",
+      f"the weighted sum of reward.parts = {parts!r} is over {MAX_NUMBER:g} in size, since the "
+      f"part {name!r} times its weight is up to {sizes[name]:g}; these completions are left out "
+      "and counted as reward/no_verdict; lower the weight",
+    )
 
 
 def takes_episodes(function: RewardFunction) -> bool:

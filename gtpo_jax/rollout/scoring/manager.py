@@ -6,6 +6,7 @@ it is then excluded from the loss and the statistics, and counted in `reward/no_
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -179,6 +180,7 @@ class RewardManager:
     correct = is_correct & ~failed & without_fault
     reward = np.zeros(finished.shape)
     added = np.zeros(finished.shape)
+    parts = []
     terms = {}
     tallies = []
     if episodes:
@@ -196,9 +198,10 @@ class RewardManager:
         scored &= ~np.isnan(part)
         tallies.append(Tallies.mean(f"reward/part/{name}", part))
       with np.errstate(over="ignore", invalid="ignore"):  # sums that are too large: see below
-        terms[name] = weight * np.nan_to_num(part)
+        parts.append(np.nan_to_num(part))
+        terms[name] = weight * parts[-1]
         reward += terms[name]
-        if algorithm.recipe.shaping.by_entropy and name != "correct":
+        if algorithm.recipe.shaping.from_verdict and name != "correct":
           added += terms[name]
     too_large = ~(np.maximum(np.abs(reward), np.abs(added)) <= MAX_NUMBER)
     if too_large.any():
@@ -217,7 +220,31 @@ class RewardManager:
       penalty = soft_overlong(lengths, max_tokens, settings.overlong_buffer)
     reward = reward.astype(np.float32)
     added = added.astype(np.float32)
-    return RewardResult(correct, scored, reward, added, penalty, valid, Tallies.total(tallies))
+    result = RewardResult(correct, scored, reward, added, penalty, valid, Tallies.total(tallies))
+    if "parts" in algorithm.recipe.needs:
+      weights = [[weight for _, weight in section.weighted]] * len(finished)
+      return dataclasses.replace(
+        result,
+        parts=np.stack(parts, -1).astype(np.float32),
+        part_weights=np.asarray(weights, np.float32),
+      )
+    if not algorithm.recipe.shaping.from_verdict:
+      parts_differ = np.any([_differs(x, valid) for x in terms.values()], axis=0)
+      if (parts_differ & ~_differs(reward + penalty, valid)).any():
+        self._call.show_once(
+          f"the parts {section.parts}",
+          f"the parts of reward.parts = {section.parts!r} differ in a group whose sums are all "
+          "equal, so the group teaches nothing; change a weight, or normalise each part with "
+          "algorithm.name=gdpo",
+        )
+    return result
+
+
+def _differs(x: np.ndarray, valid: np.ndarray) -> np.ndarray:
+  """Returns the groups of x [n, g] whose values are not all equal but for rounding, bool[n]."""
+  low = np.where(valid, x, np.inf).min(1, initial=np.inf)
+  high = np.where(valid, x, -np.inf).max(1, initial=-np.inf)
+  return high - low > 1e-6 * np.maximum(np.abs(low), np.abs(high))
 
 
 def _of_episodes(

@@ -36,7 +36,7 @@ def test_algorithms_that_share_their_credit_share_a_row():
   (plain,) = [name for name in rows if name.startswith("grpo, dapo")]
   named, more = plain.rsplit(" and ", 1)
   recipes = RECIPES.values()
-  left_out = sum(bool(x.guide.guide_completions or x.distillation) for x in recipes)
+  left_out = sum(bool(x.guide.guide_completions or x.distillation or x.needs) for x in recipes)
   assert len(rows) - 1 + len(named.split(", ")) + int(more.split()[0]) == len(RECIPES) - left_out
 
 
