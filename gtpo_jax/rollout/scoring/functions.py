@@ -175,17 +175,19 @@ class FunctionCaller:
       parts: the config's `reward.parts`.
       sizes: the largest magnitude of each part times its weight.
     """
-    key = f"the sum of {parts}"
+    name = max(sizes, key=sizes.get)
+    self.show_once(
+      f"the weighted sum of reward.parts = {parts!r} is over {MAX_NUMBER:g} in size, since the "
+      f"part {name!r} times its weight is up to {sizes[name]:g}; these completions are left out "
+      "and counted as reward/no_verdict; lower the weight",
+      f"the sum of {parts}",
+    )
+
+  def show_once(self, message: str, key: str) -> None:
+    """Prints a line, if none was printed with the same key."""
     if key not in self._shown:
       self._shown.add(key)
-      name = max(sizes, key=sizes.get)
-      print(
-        f"gtpo: the weighted sum of reward.parts = {parts!r} is over {MAX_NUMBER:g} in size, since "
-        f"the part {name!r} times its weight is up to {sizes[name]:g}; these completions are left "
-        "out and counted as reward/no_verdict; lower the weight",
-        file=sys.stderr,
-        flush=True,
-      )
+      print(f"gtpo: {message}", file=sys.stderr, flush=True)
 
 
 def takes_episodes(function: RewardFunction) -> bool:
