@@ -26,6 +26,7 @@ from gtpo_jax.rewards.synthetic import countdown_reaches, sentence_correct
 from gtpo_jax.rewards.truth import check_truth
 from gtpo_jax.rewards.verifiers import VERIFIERS, missing_extra
 from gtpo_jax.runtime.errors import first_line
+from gtpo_jax.runtime.files import unique_keys
 
 MAX_COUNTDOWN_DIGITS = 9  # of the numbers that a countdown step may contain
 MAX_SEARCHED_NUMBERS = 4  # of a countdown problem; the search with more takes milliseconds
@@ -180,7 +181,7 @@ def _input_output(extra: Extra) -> None:
   cases = extra["input_output"]
   if isinstance(cases, str):
     try:
-      cases = json.loads(cases)
+      cases = json.loads(cases, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
       raise ValueError(f"has an input_output that is not valid JSON: {error}") from None
   if not isinstance(cases, Mapping):

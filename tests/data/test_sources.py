@@ -356,6 +356,10 @@ def test_a_malformed_row_is_skipped_up_to_the_limit_and_named(tmp_path, row, mes
     ({"text": "q", "task_id": 3, "test_list": 7}, "a test_list that is not a list of tests"),
     ({"text": "q", "task_id": 3, "test_list": None}, "a test_list that is not a list of tests"),
     ({"text": "q", "task_id": 3, "test_list": [1, 2]}, "is not text, but int"),
+    (
+      {"question": "q", "input_output": '{"inputs": ["1"], "outputs": ["1"], "outputs": ["2"]}'},
+      "has the key 'outputs' twice",
+    ),
     ({"question": "q", "input_output": "{'inputs'"}, "an input_output that is not valid JSON"),
     ({"question": "q", "input_output": '{"inputs": ["1"], "outputs": []}'}, "without lists of"),
     (
