@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gtpo_jax.rewards.languages import CHANGING_PARTS, FOREIGN, SCALED_UNITS, SCALES, to_ascii
-from gtpo_jax.rewards.math.units import FOREIGN_UNITS, UNIT_STARTS, is_unit
+from gtpo_jax.rewards.languages import FOREIGN, SCALES, UNITS, to_ascii
 
 # Replacements of single characters, after those of `to_ascii`.
 _CHARACTERS = str.maketrans(
@@ -63,13 +62,8 @@ _UNIT = re.compile(
   r"([A-Za-z]+)\.?\s*(?:\^\s*\{?-?[23]\}?)?$"
 )
 _UNIT_WINDOW = 60  # maximum characters of a unit; bounds the search
-_SHORT_UNITS = frozenset(
-  str.split(
-    "mm cm dm km ft yd mi mg kg lb oz ml mL cl dl kW kWh MW GW kJ kN Pa kPa Hz kHz MHz GHz sec hr "
-    "mph kph kmh am pm rad deg usd USD EUR GBP nm mol KB MB GB TB yr yrs hrs secs mins"
-  )
-)
-_LETTER_UNITS = frozenset("mgshlLJNWVK")
+_ENGLISH_UNITS = frozenset(UNITS["english"])
+_SCALE_AT_END = re.compile(rf"(?i)(?<![a-z])(?:{'|'.join(SCALES)})s?$")
 # Words after a number that change its value, so they are not units.
 MEANINGFUL_WORDS = frozenset(
   str.split(
@@ -106,18 +100,18 @@ def strip_units(text: str) -> str:
     word = match[1]
     rest = text[: match.start()].rstrip()
     # 5 m and 60 km/h have a unit, but 5m may be a product.
-    is_letter = word in _LETTER_UNITS and not match[0].startswith(word)
-    is_known = is_letter or word in _SHORT_UNITS or is_unit(word)
-    if not is_known or scale_of(word) or not re.search(r"\d|\\", rest):
+    is_letter = word in UNITS["letters"] and not match[0].startswith(word)
+    is_known = is_letter or word in UNITS["symbols"] or _is_unit(word.lower())
+    if not is_known or _SCALE_AT_END.search(text) or not re.search(r"\d|\\", rest):
       break
     text = rest
   return text
 
 
-def scale_of(word: str) -> object:
-  """Returns the number by which a word multiplies the one before it, or None."""
-  word = word.lower()
-  return SCALES.get(word) or SCALES.get(word.removesuffix("s"))
+def _is_unit(word: str) -> bool:
+  """Returns whether a word of ASCII is a unit, in the singular or the plural."""
+  forms = (word, word.removesuffix("s"), word.removesuffix("es"), f"{word.removesuffix('ies')}y")
+  return not _ENGLISH_UNITS.isdisjoint(forms[: 4 if word.endswith("ies") else 3])
 
 
 def _strip_foreign_units(text: str) -> str:
@@ -135,10 +129,10 @@ def _strip_foreign_units(text: str) -> str:
 def _kept_of_unit(word: str) -> str:
   """Returns what changes the number before a word: all of it, its start as in 万元, or nothing."""
   if not _NO_SPACES.match(word):
-    return "" if word in FOREIGN_UNITS else word
-  sizes = () if word.startswith(SCALED_UNITS) else (3, 2, 1)
+    return "" if word in UNITS["foreign"] else word
+  sizes = () if word.startswith(UNITS["scaled"]) else (3, 2, 1)
   scale = next((word[:size] for size in sizes if word[:size] in SCALES), "")
   unit = word.removeprefix(scale)
-  start = next((start for start in UNIT_STARTS if unit.startswith(start)), "")
-  changes = any(part in unit.removeprefix(start) for part in CHANGING_PARTS)
+  start = next((start for start in UNITS["starts"] if unit.startswith(start)), "")
+  changes = any(part in unit.removeprefix(start) for part in UNITS["changing"])
   return word if changes or (unit and not start) else scale

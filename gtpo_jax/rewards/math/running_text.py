@@ -12,7 +12,7 @@ import re
 import unicodedata
 from typing import NamedTuple
 
-from gtpo_jax.rewards.languages import SCALED_UNITS, SCALES, to_ascii
+from gtpo_jax.rewards.languages import SCALES, UNITS, to_ascii
 from gtpo_jax.rewards.math.normalize import TEXT_COMMAND
 from gtpo_jax.rewards.math.values import read, same
 
@@ -82,7 +82,7 @@ _HEDGED_AFTER = re.compile(
 _NEGATED = re.compile(r"(?i)(?<![\w-])(?:minus|negative)\s+$")
 # What changes a number before it.
 _CHANGED = re.compile(
-  rf"(?i)\s?-?\s*((?!{'|'.join(SCALED_UNITS)}|half\b|quarter)"
+  rf"(?i)\s?-?\s*((?!{'|'.join(UNITS['scaled'])}|half\b|quarter)"
   r"(?:(?:whole|and)\s+(?:an?|one|\d+)?\s*(?:half|halves|quarters?|thirds?|[a-z]+ths?)\b"
   r"|squared|cubed|factorial|doubled|tripled|quadrupled|halved|per ?mille?|mod(?:ulo)?|base"
   r"|point\s+[a-z]+|raised|to the (?:power|[a-z]+th)|times (?:as|itself|more)"
