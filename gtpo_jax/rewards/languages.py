@@ -49,6 +49,7 @@ FOREIGN = (
 _MINUS_SIGNS = "\u00ad\u02d7\u207b\u208b\u2212\u2796"
 # Characters without a width that are in no category of their own.
 _INVISIBLE = re.compile("[\u034f\u115f\u1160\u20e3\u2800\u3164\ufe00-\ufe0f\uffa0]")
+_SOFT_HYPHENS = re.compile("(?<=[-\u2010-\u2015\u2212\xad])\xad|\xad(?=[-\u2010-\u2015\u2212])")
 _RAISED = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207f]+")
 _LOWERED = re.compile("[\u2080-\u208e]+")
 
@@ -116,6 +117,7 @@ def to_ascii(text: str) -> str:
   """Returns the text with the equivalents of `TO_ASCII`, and with raised text as exponents."""
   if text.isascii():
     return text
+  text = _SOFT_HYPHENS.sub("", text)
   text = _RAISED.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
   text = _LOWERED.sub(lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}", text)
   return text.translate(TO_ASCII)

@@ -19,6 +19,7 @@ from gtpo_jax.rewards.math.running_text import MAX_CHARS, last_expression, state
 from gtpo_jax.rewards.math.values import WORDS, Number, read
 
 _SENTENCE_END = re.compile(r"[.?](?:\s|$)|[。？]")
+_REFUSED = re.compile(r"(?i)(?<=[\d$%)])\s*[,;(]\s*(?:and\s|but\s)?not\s[^()]*\)?$")  # 18, not 17
 # A word that is not a LaTeX command, a conjunction, a function, or a unit directly after a digit.
 _PROSE = re.compile(
   r"(?<![\\A-Za-z\d{])(?!(?:and|or|sqrt|sin|cos|tan|log|mod)\b)[A-Za-z]{3,}"
@@ -65,6 +66,7 @@ def _focus(line: str) -> str | None:
   if formulas and not _PROSE.search(clean(formula := formulas[-1][1] or formulas[-1][2])):
     around = (line[: formulas[-1].start()], line[formulas[-1].end() :])
     return stated(around[0], formula, around[1]) or line
+  line = _REFUSED.sub("", line)
   end = _SENTENCE_END.search(line)
   sentence = without_ending(line[: end.start()] if end else line)
   text, value = read(sentence)

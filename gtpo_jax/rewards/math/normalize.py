@@ -64,6 +64,10 @@ _UNIT = re.compile(
 _UNIT_WINDOW = 60  # maximum characters of a unit; bounds the search
 _ENGLISH_UNITS = frozenset(UNITS["english"])
 _SCALE_AT_END = re.compile(rf"(?i)(?<![a-z])(?:{'|'.join(SCALES)})s?$")
+# A letter after a sum, unless it is in a formula; $2k + 1$ is one.
+_MONEY = re.compile(
+  r"(?:\\?\$|[€£])\s?(\d[\d.,]*)\s?([kKmMbB])n?(?![\w^$+*/=-])(?!\s*[-+*/=^]|[^$\n]*\$)"
+)
 # Words after a number that change its value, so they are not units.
 MEANINGFUL_WORDS = frozenset(
   str.split(
@@ -77,6 +81,12 @@ _NO_SPACES = re.compile("[\u1100-\u11ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]"
 SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two digits: 7 2 is not 72
 
 
+def spell_scales(text: str) -> str:
+  """Returns a text with the letters of sums of money as words: $2k is 2 thousand."""
+  name = {"k": "thousand", "m": "million", "b": "billion"}
+  return _MONEY.sub(lambda match: f"{match[1]} {name[match[2].lower()]}", text)
+
+
 def clean(text: str) -> str:
   """Returns the text without formatting.
 
@@ -84,7 +94,7 @@ def clean(text: str) -> str:
   degree signs, a leading word such as "about" and a final full stop are removed; \\dfrac and √
   become \\frac and \\sqrt.
   """
-  text = to_ascii(text).translate(_CHARACTERS)
+  text = to_ascii(spell_scales(text)).translate(_CHARACTERS)
   for pattern, replacement in _REWRITES:
     text = pattern.sub(replacement, text)
   return text.lstrip(" *_:;,").rstrip(" .,;:*_")

@@ -13,11 +13,14 @@ import unicodedata
 from typing import NamedTuple
 
 from gtpo_jax.rewards.languages import SCALES, UNITS, to_ascii
-from gtpo_jax.rewards.math.normalize import TEXT_COMMAND
+from gtpo_jax.rewards.math.normalize import TEXT_COMMAND, spell_scales
 from gtpo_jax.rewards.math.values import read, same
 
 MAX_CHARS = 1000  # longest answer that is compared; the longest gold answer of MATH-500 has 159
+BEFORE_CHARS = 150  # before the last number, which are read at least
 AFTER_CHARS = 300  # after the last digit, which are read too
+
+ORDINALS = "third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|hundredth"
 
 # What is not mathematics, and its replacement.
 _MARKUP = [
@@ -36,11 +39,17 @@ _MARKUP = [
     (r"(?<![\w)\]}*])\*\*(?=\S)(.+?)(?<=\S)\*\*(?![\w(*])", r"\1"),
     (r"\\%", "%"),
     (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
+    (r"(?<=[\d\s])((?:[kcdm]m|ft|yd|mi|in)|(?<=\d\s)m)\s?\^\s?\{?[23]\}?", r"\1"),
+    (r"(?<=\d)\s*\u2022\s*(?=\d)", "*"),
+    (r"((?:=|\b(?:is|are|was|be|equals?))\s*)-\s+(?=[\d.])", r"\1-"),
+    (r"(?<![\d)]\s)(?<![\w)%])%(\d[\d.,]*)(?<![.,])", r"\1%"),
+    (r"(?<=\d)\s*[,;(]\s*(?:and\s|but\s)?not\s+[-\d.,]*\d\)?(?!\s+but)", ""),
+    (rf"(?<=\d)(?=\s+(?:{ORDINALS})\s+(?!of\b|as\b)[a-z])", ";"),  # 76 sixth graders
     (r"(?<![$\d.,])(\d[\d.,]*)[mghslLJNWV](?=\s+[a-z]{2})", r"\1"),  # in prose, a unit
   )
 ]
 _TOKEN = re.compile(
-  r"(?P<number>\d+(?:[-/:]\d+){2,}|\d+(?::\d+)+|(?:\d[\d,.'_`]*\d|\d|\.\d+)(?:[eE][-+]?\d+)?)"
+  r"(?P<number>\d+(?:[-/:]\d+){2,}|\d*\.\d*\(\d+\)|\d+(?::\d+)+|(?:\d[\d,.'_`]*\d|\d|\.\d+)(?:[eE][-+]?\d+)?)"
   r"|(?P<word>(?P<named>\\[A-Za-z]+)|[^\W\d_]{2,})|(?P<letter>[^\W\d_])|(?P<space>\s+)"
   r"|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<relation>[<>!]=|[<>\u2260\u2264\u2265])"
   r"|(?P<stop>[;?\"#&@`!\u2026\u3002]|[.,:'](?!\d)|==?|[\u2248\u223c])"
@@ -54,32 +63,41 @@ _BETWEEN = str.split("times plus minus over divided multiplied choose")
 _OPERANDS = ("number", "letter", "close", "name", "symbol")
 _STARTS = ("number", "letter", "open", "name", "symbol")
 _SYMBOLS = ("Sm", "No", "Nl", "Mn", "Me", "Lm", "Sk")  # categories of Unicode
-_MARKS = "\u2030\u2031\u2032\u2033\u2034\u2715\u2716"  # further symbols
+_MARKS = "\u2308\u2309\u230a\u230b\u2030\u2031\u2032\u2033\u2034\u2715\u2716"  # further symbols
 
 _HEDGED_BEFORE = re.compile(
-  r"(?i)(?:\b(?:not|never|cannot|neither|without|except)|n't)\s+(?:(?!but\b)[A-Za-z-]+\s+){0,2}$"
-  r"|\b(?:nor|either|between|under|over|above|below|beyond|exceeds?|exceeding|than"
-  r"|than or equal to|at least|at most|(?:is|are|be|was|of) up to"
-  r"|as (?:many|much|few|little) as|(?:min|max)imum of)"
-  r"\s+(?:the |an? )?$"
-  r"|\bbetween\b[^.\n]{1,60}\band\s+$|\d[\d.,%)}]*\s*(?:[A-Za-z]+\s+)?(?:to|through|until|till)\s+"
-  r"(?:the\s+(?:power\s+(?:of\s+)?)?)?$"
-  r"|\b(?:any|one|some) of\s+[\d,\s]+(?:and|or)\s+$|\b(?:\w+thing|all) but\s+$"
-  r"|give or take\s+$|\bdoubt\w*\s+(?:\w+\s+){0,3}$"
+  r"""(?xi)
+  (?:\b(?:not|never|cannot|neither|without|except|besides|hardly|unlikely)|n't)
+    \s+(?:(?!but\b)[a-z-]+\s+){0,2}$
+  | \b(?:nor|either|between|under|over|above|below|beyond|exceeds?|exceeding|than|or\ equal\ to
+    |at\ least|at\ most|(?:is|are|be|was|of)\ up\ to|as\ (?:many|much|few|little)\ as
+    |(?:min|max)imum\ of|none\ of|different\ from|and/or)\s+(?:the\ |an?\ )?$
+  | \bbetween\b[^.\n]{1,60}\b(?:and|&)\s+$ | \d\s*&\s*$ | \bwithin\s+\d[\d.,]*\s+(?:\w+\s+)?of\s+$
+  | \d[\d.,%)}]*\s*(?:[a-z]+\s+)?(?:to|through|until|till)\s+(?:the\s+(?:power\s+(?:of\s+)?)?)?$
+  | \b(?:any|one|some)\ of\s+\d[\d,\s]*(?:(?:and|or)\s+)?$ | \b(?:\w+thing|all(?:\ \w+)?)\ but\s+$
+  | \d[^.\n]{0,40}\b(?:maybe|perhaps|possibly|alternatively|else)\s+$
+  | give\ or\ take\s+$ | \bdoubt\w*\s+(?:\w+\s+){0,3}$"""
+  # What changes the number after it, as in "half of 5" and "the sum of 3 and 4".
+  rf"""| \b(?:twice|thrice|double|triple|half)\s+$
+  | (?:%|\b(?:percent|half|quarter|{ORDINALS}|square|cube|root|reciprocal|inverse|opposite|log))
+    \s+of\s+(?:the\ |an?\ )?$
+  | \b(?:sum|product|difference|quotient|ratio)\s+of\s+-?\d[\d.,]*\s+(?:and|to)\s+$"""
 )
 _OR = re.compile(
   r"(?i)(.*(?:\d|\b(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve)\b).*?)"
-  r"(?:,\s*|\s+)(?:or|oder|или)\s+$",
+  r"(?:,\s*|\s+)(?:or|oder|или)\s+(?:maybe\s+|perhaps\s+|possibly\s+|else\s+)?$",
   re.DOTALL,
 )
 _HEDGED_AFTER = re.compile(
-  r"(?i)\s*[\w%]*,?\s*(?:(?:or|and)\s+(?:more|less|fewer|above|over|below|under|higher|lower|up"
-  r"|greater|larger|smaller|beyond)\b|(?:at (?:least|most)|(?:min|max)imum)\b"
-  r"|(?:is|was)(?:n't|\s+not)\s+(?:the|an?|right|correct|it|possible|valid)\b"
-  r"|(?:is|was|would be)\s+(?:wrong|incorrect|false)\b)"
-  r"|\s*(?:or|to|through)\s+\d"
+  r"""(?xi)\s*[\w%]*,?\s*(?:
+    (?:or|and)\s+(?:more|less|fewer|above|over|below|under|higher|lower|up|greater|larger|smaller
+      |beyond)\b
+    | (?:at\ (?:least|most)|(?:min|max)imum|but\ not)\b
+    | (?:is|was)(?:n't|\s+not)\s+(?:the|an?|right|correct|it|possible|valid)\b
+    | (?:is|was|would\ be)\s+(?:wrong|incorrect|false)\b)
+  | \s*(?:or|to|through)\s+\d"""
 )
-_NEGATED = re.compile(r"(?i)(?<![\w-])(?:minus|negative)\s+$")
+_NEGATED = re.compile(r"(?i)(?<![\w-])(?:minus|negative|neg)\s+$")
 # What changes a number before it.
 _CHANGED = re.compile(
   rf"(?i)\s?-?\s*((?!{'|'.join(UNITS['scaled'])}|half\b|quarter)"
@@ -87,8 +105,8 @@ _CHANGED = re.compile(
   r"|squared|cubed|factorial|doubled|tripled|quadrupled|halved|per ?mille?|mod(?:ulo)?|base"
   r"|point\s+[a-z]+|raised|to the (?:power|[a-z]+th)|times (?:as|itself|more)"
   r"|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|[a-z]+tie|[a-z]*illion)ths"
-  r"|[a-z]*illions?|thirds|plus|less than|more than|半|分之|打|成(?!为)|割|折|以上|以下|以内|未|超"
-  r"|余"
+  r"|[a-z]*illions?|mil|thirds|plus|less than|more than|半|分之|打|成(?!为)|割|折|以上|以下"
+  r"|以内|未|超|余"
   rf"|(?:{'|'.join(sorted(SCALES, key=len, reverse=True))})s?)(?![a-z]))"
 )
 
@@ -102,15 +120,17 @@ class _Token(NamedTuple):
 
 def last_expression(text: str) -> str | None:
   """Returns the expression with the last number of a text; None if it has none, or hedges it."""
-  text = to_ascii(_MARKUP[1][0].sub(": ", text))
+  text = to_ascii(spell_scales(_MARKUP[1][0].sub(": ", text)))
   end = max(map(text.rfind, "0123456789"))
   if not text.isascii():
     tail = range(len(text) - 1, max(end, len(text) - MAX_CHARS), -1)
     end = next((i for i in tail if unicodedata.category(text[i]) in ("No", "Nl")), end)
   if end < 0:
     return None
-  start = max(0, end - 2 * MAX_CHARS)
-  # A piece that is cut off by the start of the window cannot be told from a whole.
+  # Nothing is joined across lines. A piece that is cut off cannot be told from a whole.
+  line = text.rfind("\n", 0, max(0, end - BEFORE_CHARS)) + 1
+  start = max(line, end - 2 * MAX_CHARS)
+  is_cut = start > line
   text = text[start : end + AFTER_CHARS]
   for pattern, replacement in _MARKUP:
     text = pattern.sub(replacement, text)
@@ -118,15 +138,20 @@ def last_expression(text: str) -> str | None:
   last = max((i for i, token in enumerate(tokens) if _is_number(token)), default=-1)
   if last < 0:
     return None
-  joined = [_joins(tokens, i) for i in range(len(tokens) - 1)]
-  for i in range(1, len(joined)):  # what joins only as the right side of an operator
-    joined[i] = joined[i - 1] if joined[i] is None else joined[i]
   first = stop = last
-  while first > 0 and joined[first - 1]:
+  while first and _joins(tokens, first - 1) is not False:
     first -= 1
-  while stop < len(joined) and joined[stop]:
-    stop += 1
-  if (first == 0 and start) or tokens[stop].start - tokens[first].start > MAX_CHARS:
+  joins = False
+  for i in range(first, len(tokens) - 1):
+    own = _joins(tokens, i)
+    joins = joins if own is None else own
+    if i < last:
+      first = first if joins else i + 1
+    elif joins:
+      stop = i + 1
+    else:
+      break
+  if (first == 0 and is_cut) or tokens[stop].start - tokens[first].start > MAX_CHARS:
     return None
   i = first
   while i and (tokens[i - 1].kind in (*_OPERANDS, "operator") or tokens[i - 1].text in ",;"):

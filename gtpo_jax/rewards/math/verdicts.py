@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gtpo_jax.rewards.finding import after_thinking
-from gtpo_jax.rewards.languages import FOREIGN
+from gtpo_jax.rewards.languages import FOREIGN, UNITS
 from gtpo_jax.rewards.math.arithmetic import CLOSE, MAX_DEPTH, OPEN
 from gtpo_jax.rewards.math.dapo import dapo_correct
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract, gold_answer
@@ -140,6 +140,8 @@ _UNREAD = re.compile(
   rf"|[{FOREIGN}]|(?<=\d)(?:and|or)\b|\b(?:and|or)$|[\u2150-\u218b\u2460-\u249b\u2776-\u2793\u3220-\u33ff]"
   r"|[^\W\d_a-zA-Z\u0370-\u03ff]"
 )
+# A number and a letter that is a unit, as in 900m and 5m/s; gold answers may mean a product.
+_GLUED = re.compile(rf"(-?[\d.,]+) ?[{''.join(UNITS['letters'])}](?: ?/ ?[a-z]+)?")
 _RELATION = re.compile(r"[<>≠]|\\(?:l|g|n)(?:e|eq|t|eqslant)(?![a-z])|\\not(?![a-z])|!=")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOICE_FIRST = re.compile(r"\(?([A-J])(?:[.):]|\)?$)")
@@ -171,6 +173,8 @@ def compare(gold: str, answer: str) -> bool | Undecided | None:
     return False
   if isinstance(gold_value, Composite) and gold_value.kind == "base" and answer.isdigit():
     return answer == gold_value.items[0]  # a problem that names the base may leave it out
+  if isinstance(gold_value, Number) and (glued := _GLUED.fullmatch(answer)):
+    answer, answer_value = read(glued[1])
   if gold_value is not None and answer_value is not None:
     verdict = same(gold_value, answer_value)
     if verdict is not None:
