@@ -13,7 +13,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gtpo_jax.rewards.constraints.instruction_verdicts import check_instructions
@@ -221,10 +221,13 @@ def _checks(tests: str) -> ast.Module:
       tree = compile(tests, "<tests>", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
     raise ValueError(f"has tests that do not compile: {first_line(error)}") from None
-  names = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
+  uses = [x for x in ast.walk(tree) if isinstance(x, ast.Name)]
+  names = {x.id for x in uses}
   # As in the sandbox, a name is that of the builtin, unless the tests have no other name.
   names = names.difference(dir(builtins)) or names
-  if not any(_checks_something(node, names) for node in ast.walk(tree)):
+  called = names | {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute)} | {"check"}
+  own = {x.id for x in uses if isinstance(x.ctx, ast.Store)}
+  if not any(_checks_something(node, names, own) for node in _reached(tree, called)):
     raise ValueError(
       "has tests that check nothing, so that any program would pass: they have no assert about a "
       f"value of the program: {' '.join(tests.split())[:SHOWN_CHARS]!r}"
@@ -232,14 +235,59 @@ def _checks(tests: str) -> ast.Module:
   return tree
 
 
-def _checks_something(node: ast.AST, names: set[str]) -> bool:
-  """Whether a node of tests can fail: an assert about one of the names, or a call to assert."""
-  if isinstance(node, ast.Raise):
-    return True
+def _reached(node: ast.AST, called: set[str]) -> Iterator[ast.AST]:
+  """Yields the nodes of tests that run, and whose failures end the run.
+
+  They are in no function that nothing calls, in no branch that is never entered, after no return,
+  and not where their errors are caught.
+  """
+  for child in ast.iter_child_nodes(node):
+    decided = isinstance(getattr(child, "test", None), ast.Constant)
+    if isinstance(child, ast.FunctionDef) and not {child.name, "main"} & called:
+      continue
+    if isinstance(child, ast.If | ast.While) and decided and not child.test.value:
+      child = ast.Module(child.orelse, [])
+    elif isinstance(child, ast.For) and not getattr(child.iter, "elts", True):
+      continue
+    elif isinstance(child, ast.Try) and any(map(_catches_failures, child.handlers)):
+      child = ast.Module([*child.handlers, *child.orelse, *child.finalbody], [])
+    yield child
+    yield from _reached(child, called)
+    if isinstance(child, ast.Return):
+      return
+
+
+def _catches_failures(handler: ast.ExceptHandler) -> bool:
+  """Whether a failed assert ends here, and the handler can do nothing about it."""
+  kinds = {x.id for x in ast.walk(handler.type or handler) if isinstance(x, ast.Name)}
+  caught = not handler.type or kinds & {"AssertionError", "Exception", "BaseException"}
+  return bool(caught) and not any(
+    isinstance(x, ast.Raise | ast.Assert | ast.Call)
+    for line in handler.body
+    for x in ast.walk(line)
+  )
+
+
+def _checks_something(node: ast.AST, names: set[str], own: set[str]) -> bool:
+  """Whether a node of tests can fail: an assert about one of the names, or a call to assert.
+
+  A name alone, as in assert f, is no such assert, unless it is a variable of the tests' own.
+  """
   if isinstance(node, ast.Call):
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
     return name.startswith(("assert", "fail"))
-  return isinstance(node, ast.Assert) and _can_be_false(node.test, names)
+  if isinstance(node, ast.Assert) and isinstance(node.test, ast.Name):
+    return node.test.id in own
+  return isinstance(node, ast.Raise) or (
+    isinstance(node, ast.Assert) and _can_be_false(node.test, names)
+  )
+
+
+# As in assert (f(1) == 2, "message").
+_ALWAYS_TRUE = (
+  *(ast.Tuple, ast.List, ast.Set, ast.Dict, ast.ListComp, ast.GeneratorExp, ast.Lambda),
+  *(ast.JoinedStr, ast.Constant),
+)
 
 
 def _can_be_false(test: ast.expr, names: set[str]) -> bool:
@@ -252,7 +300,7 @@ def _can_be_false(test: ast.expr, names: set[str]) -> bool:
   if is_pair and isinstance(test.ops[0], ast.Eq | ast.Is | ast.LtE | ast.GtE):
     is_same = ast.dump(test.left) == ast.dump(test.comparators[0])
     return not is_same and _has_name(test, names)
-  if isinstance(test, ast.Tuple):  # assert (f(1) == 2, "message") is always true
+  if isinstance(test, _ALWAYS_TRUE):
     return False
   return _has_name(test, names)
 

@@ -40,6 +40,20 @@ DEEP = "[" * 100_000
     ("code", "3", {"test_list": ["assert f()"], "test_setup_code": None, "test_imports": None}),
     ("code", "3", {"test_list": ["assert sum(10, 15) == 150"]}),
     ("code", "3", {"test_list": ["try: f()\nexcept ValueError: pass\nelse: raise TypeError"]}),
+    ("code", "3", {"test_list": ["def test(): assert f(1) == 2\ntest()"]}),
+    ("code", "3", {"test_list": ["x = f(1)\nassert x"]}),
+    ("code", "3", {"test_list": ["for x in [1]: assert f(x)", "if f(1): pass"]}),
+    ("code", "3", {"test_list": ["try: f(1)\nexcept Exception: assert f(2) == 3"]}),
+    (
+      "code",
+      "3",
+      {
+        "test_list": [
+          "import unittest\nclass T(unittest.TestCase):\n  def test_f(self):\n"
+          "    self.assertEqual(f(1), 2)\nunittest.main()"
+        ]
+      },
+    ),
     ("code", "3", {"test_list": ["import math", "assert math.isclose(f(1), 2)"]}),
     ("code", "9", {"input_output": CASES}),
     ("code", "9", {"input_output": json.dumps(CASES)}),
@@ -111,6 +125,12 @@ def test_accepted(kind, answer, extra):
       for test in (
         *("assert True", "print(f(1))", "f(1)", "assert 1 == 1", "assert f(1) == f(1)", "x = f(1)"),
         *("assert f(1) or True", "assert (f(1) == 2, 'message')", "assert not False", "pass"),
+        *("assert f", "assert lambda: f(1) == 2", "assert [f(1) == 2]", "assert {f(1) == 2}"),
+        *("try:\n  assert f(1) == 2\nexcept: pass", "if False: assert f(1) == 2"),
+        *("try: assert f(1) == 2\nexcept (ValueError, AssertionError) as e: x = e",),
+        *("for x in []: assert f(x) == 2", "while 0: assert f(1) == 2", "assert f'{f(1)}'"),
+        *("def test(): assert f(1) == 2", "assert (x for x in f(1))", "assert f(1) or [1]"),
+        *("def test():\n  return\n  assert f(1) == 2\ntest()", "assert not f(1) or not False"),
         *("assert 'f(1) == 2'", "assert len([1]) == 1; f(1)", "# assert f(1) == 2"),
       )
     ),
