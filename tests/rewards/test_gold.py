@@ -4,6 +4,8 @@ import itertools
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gtpo_jax.rewards import check_gold, countdown_correct, gold_check, math_correct
 from gtpo_jax.rewards.synthetic import countdown_reaches
@@ -158,6 +160,36 @@ def test_refused(kind, answer, extra, message):
   with pytest.raises(ValueError) as caught:
     check_gold(kind, answer, extra)
   assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+CHECKS = ["f(1) == 2", "f(1)", "f(1) in (2, 3)", "not f(1)", "len(f(1)) == 2 and f(2) == 3"]
+# What keeps an assert from deciding anything.
+HOLLOW = st.sampled_from(
+  [
+    *("assert {} or True", "assert ({}, 'text')", "assert [{}]", "assert lambda: {}", "x = {}"),
+    *("if False:\n  assert {}", "for x in ():\n  assert {}", "def t():\n  assert {}", "print({})"),
+    *("try:\n  assert {}\nexcept:\n  pass", "while 0:\n  assert {}", '"""assert {}"""', "# {}"),
+    *("def u():\n  return\n  assert {}\nu()", "assert f'{{{}}}'", "assert ({0}) == ({0})"),
+    "try:\n  assert {}\nexcept Exception as e:\n  x = e",
+  ]
+)
+FIRM = st.sampled_from(
+  [
+    *("assert {}", "assert {}, 'text'", "if True:\n  assert {}", "for x in [1]:\n  assert {}"),
+    *("def v():\n  assert {}\nv()", "try:\n  assert {}\nexcept ValueError:\n  pass"),
+    *("y = {}\nassert y", "with open('x') as z:\n  assert {}", "assert True and {}"),
+    "try:\n  assert {}\nexcept AssertionError:\n  raise ValueError",
+  ]
+)
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(st.lists(HOLLOW, min_size=1, max_size=3), st.sampled_from(CHECKS), FIRM)
+def test_only_tests_that_can_fail_are_accepted(hollow, check, firm):
+  tests = [line.format(check) for line in hollow]
+  with pytest.raises(ValueError, match="tests that check nothing"):
+    check_gold("code", "1", {"test_list": tests})
+  check_gold("code", "1", {"test_list": [*tests, firm.format(check)]})
 
 
 def test_the_rule_of_dapo_has_its_own_limits():
