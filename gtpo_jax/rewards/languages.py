@@ -37,6 +37,7 @@ SCALES = {
   word: Fraction(factor) for factor, row in _WORDS["scales"].items() for word in row.split("|")
 }
 # Words that may stand beside a number without changing it, by kind; see the file.
+CHARACTERS = _WORDS["characters"]  # their replacements, by form
 UNITS = {kind: tuple(words.split()) for kind, words in _WORDS["units"].items()}
 
 # Letters of other scripts than those of mathematics (Latin without accents, and Greek).
@@ -86,26 +87,7 @@ class _Ascii(dict):
     return plain if plain.isascii() and (is_letter or form in ("<wide>", "<small>")) else char
 
 
-TO_ASCII = _Ascii(
-  str.maketrans(
-    {
-      "、": ",",
-      "\u066b": ".",
-      "\u066c": ",",
-      "\u2018": "'",
-      "\u2019": "'",
-      "\u02bc": "'",
-      "\u2044": "/",
-      "\u2215": "/",
-      "\u2236": ":",
-      "\u2062": "*",
-      "\u2063": ",",
-      "\u2064": "+",
-      "【": "[",
-      "】": "]",
-    }
-  )
-)
+TO_ASCII = _Ascii(str.maketrans(CHARACTERS["ascii"]))
 
 
 def nfc(text: str) -> str:

@@ -20,31 +20,12 @@ _REMOVED_WORDS = str.split(
   "\\text{.}"
 )
 _REMOVED_TEXT = (
-  "\\text{\ns}",
-  "\\text{}^2",
-  "\\text{}^3",
-  "\\text{\n}",
-  "\\text{}",
-  "\\mathrm{th}",
-  "^\\circ",
-  "^{\\circ}",
-  "\\;",
-  ",\\!",
-  "{,}",
-  '"',
-  "\\dots",
+  *("\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}"),
+  *("^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 )
 _REPLACEMENTS = (  # in this order
-  ("an ", ""),
-  ("a ", ""),
-  (".$", "$"),
-  ("\\$", ""),
-  ("\\ ", ""),
-  (" ", ""),
-  ("mbox", "text"),
-  (",\\text{and}", ","),
-  ("\\text{and}", ","),
-  ("\\text{m}", "\\text{}"),
+  *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+  *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
   *((text, "") for text in (*_REMOVED_WORDS, *_REMOVED_TEXT)),
 )
 _REWRITES = [

@@ -4,31 +4,10 @@ from __future__ import annotations
 
 import re
 
-from gtpo_jax.rewards.languages import FOREIGN, SCALES, UNITS, to_ascii
+from gtpo_jax.rewards.languages import CHARACTERS, FOREIGN, SCALES, UNITS, to_ascii
 
 # Replacements of single characters, after those of `to_ascii`.
-_CHARACTERS = str.maketrans(
-  {
-    "×": "\\times ",
-    "·": "\\cdot ",
-    "⋅": "\\cdot ",
-    "÷": "/",
-    "∞": "\\infty ",
-    "π": "\\pi ",
-    "°": "",
-    "≤": "\\le ",
-    "≥": "\\ge ",
-    "∪": "\\cup ",
-    "∩": "\\cap ",
-    "∈": "\\in ",
-    "±": "\\pm ",
-    "≈": "=",
-    "`": "",
-    **dict.fromkeys("€£¥₹￥₽₩₺₫"),  # None deletes the character
-    "和": " and ",
-    "或": " or ",
-  }
-)
+_CHARACTERS = str.maketrans(CHARACTERS["latex"])
 TEXT_COMMAND = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)"
 _HEDGE = r"(?:approximately|approx\.?|about|around|roughly|exactly|USD|EUR)"
 _REWRITES = [
