@@ -37,6 +37,7 @@ SCALES = {
   word: Fraction(factor) for factor, row in _WORDS["scales"].items() for word in row.split("|")
 }
 # Words that may stand beside a number without changing it, by kind; see the file.
+HEDGES = _WORDS["hedges"]  # what makes a number no answer, before and after it
 CHARACTERS = _WORDS["characters"]  # their replacements, by form
 UNITS = {kind: tuple(words.split()) for kind, words in _WORDS["units"].items()}
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from gtpo_jax.rewards.code import code_correct
 from gtpo_jax.rewards.constraints.instruction_verdicts import STRICT, followed_shares
@@ -31,21 +31,9 @@ from gtpo_jax.runtime.errors import UserError, did_you_mean
 MAX_SANDBOXES = 4 * (os.cpu_count() or 1)
 
 
-class Options(Protocol):
-  """The fields of the config's reward section that verifiers read."""
-
-  math_rule: str
-  instructions: str
-  gym_answer: str
-  timeout_s: float
-  code_timeout_s: float
-  code_memory_mb: int
-  unsandboxed: bool
-
-
 @dataclass(frozen=True)
-class DefaultOptions:
-  """The defaults of these fields."""
+class Options:
+  """The fields of the config's reward section that verifiers read, with their defaults."""
 
   math_rule: str = "math"
   instructions: str = STRICT
@@ -219,7 +207,7 @@ def verify(kind: str, completions: Texts, answers: Texts, extras: Extras) -> Ver
   for i, extra in enumerate(extras):
     if missing := missing_extra(kind, extra):
       raise UserError(f"extras[{i}] has no {missing}, which the kind {kind!r} needs")
-  return VERIFIERS[kind](completions, answers, extras, DefaultOptions())
+  return VERIFIERS[kind](completions, answers, extras, Options())
 
 
 def _boxed(prompts: Texts, completions: Texts, answers: Texts, extras: Extras) -> list[float]:

@@ -12,7 +12,7 @@ import re
 import unicodedata
 from typing import NamedTuple
 
-from gtpo_jax.rewards.languages import SCALES, UNITS, to_ascii
+from gtpo_jax.rewards.languages import HEDGES, SCALES, UNITS, to_ascii
 from gtpo_jax.rewards.math.normalize import TEXT_COMMAND, spell_scales
 from gtpo_jax.rewards.math.values import read, same
 
@@ -65,38 +65,13 @@ _STARTS = ("number", "letter", "open", "name", "symbol")
 _SYMBOLS = ("Sm", "No", "Nl", "Mn", "Me", "Lm", "Sk")  # categories of Unicode
 _MARKS = "\u2308\u2309\u230a\u230b\u2030\u2031\u2032\u2033\u2034\u2715\u2716"  # further symbols
 
-_HEDGED_BEFORE = re.compile(
-  r"""(?xi)
-  (?:\b(?:not|never|cannot|neither|without|except|besides|hardly|unlikely)|n't)
-    \s+(?:(?!but\b)[a-z-]+\s+){0,2}$
-  | \b(?:nor|either|between|under|over|above|below|beyond|exceeds?|exceeding|than|or\ equal\ to
-    |at\ least|at\ most|(?:is|are|be|was|of)\ up\ to|as\ (?:many|much|few|little)\ as
-    |(?:min|max)imum\ of|none\ of|different\ from|and/or)\s+(?:the\ |an?\ )?$
-  | \bbetween\b[^.\n]{1,60}\b(?:and|&)\s+$ | \d\s*&\s*$ | \bwithin\s+\d[\d.,]*\s+(?:\w+\s+)?of\s+$
-  | \d[\d.,%)}]*\s*(?:[a-z]+\s+)?(?:to|through|until|till)\s+(?:the\s+(?:power\s+(?:of\s+)?)?)?$
-  | \b(?:any|one|some)\ of\s+\d[\d,\s]*(?:(?:and|or)\s+)?$ | \b(?:\w+thing|all(?:\ \w+)?)\ but\s+$
-  | \d[^.\n]{0,40}\b(?:maybe|perhaps|possibly|alternatively|else)\s+$
-  | give\ or\ take\s+$ | \bdoubt\w*\s+(?:\w+\s+){0,3}$"""
-  # What changes the number after it, as in "half of 5" and "the sum of 3 and 4".
-  rf"""| \b(?:twice|thrice|double|triple|half)\s+$
-  | (?:%|\b(?:percent|half|quarter|{ORDINALS}|square|cube|root|reciprocal|inverse|opposite|log))
-    \s+of\s+(?:the\ |an?\ )?$
-  | \b(?:sum|product|difference|quotient|ratio)\s+of\s+-?\d[\d.,]*\s+(?:and|to)\s+$"""
-)
+_HEDGED_BEFORE = re.compile(HEDGES["before"].replace("ORDINALS", ORDINALS))
 _OR = re.compile(
   r"(?i)(.*(?:\d|\b(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve)\b).*?)"
   r"(?:,\s*|\s+)(?:or|oder|или)\s+(?:maybe\s+|perhaps\s+|possibly\s+|else\s+)?$",
   re.DOTALL,
 )
-_HEDGED_AFTER = re.compile(
-  r"""(?xi)\s*[\w%]*,?\s*(?:
-    (?:or|and)\s+(?:more|less|fewer|above|over|below|under|higher|lower|up|greater|larger|smaller
-      |beyond)\b
-    | (?:at\ (?:least|most)|(?:min|max)imum|but\ not)\b
-    | (?:is|was)(?:n't|\s+not)\s+(?:the|an?|right|correct|it|possible|valid)\b
-    | (?:is|was|would\ be)\s+(?:wrong|incorrect|false)\b)
-  | \s*(?:or|to|through)\s+\d"""
-)
+_HEDGED_AFTER = re.compile(HEDGES["after"])
 _NEGATED = re.compile(r"(?i)(?<![\w-])(?:minus|negative|neg)\s+$")
 # What changes a number before it.
 _CHANGED = re.compile(
