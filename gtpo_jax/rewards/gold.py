@@ -65,56 +65,55 @@ def gold_check(rule: str) -> Callable[[str, str, Extra], None]:
 
 
 _OTHER_KINDS = "the kind exact, or your own reward.verifier"
-_FIX = "close its braces, or use your own reward.verifier"
+_EMPTY = "is empty without its formatting; write an answer, or leave it out"
+_UNSTATED = (
+  "is not the answer of a completion that states it; close its braces, or use your own "
+  "reward.verifier"
+)
 _DIGIT = re.compile(r"[0-9]")
 _MARKS = re.compile(r"[\\{}#]|box|answer", re.IGNORECASE)  # what may end or replace a box
 
 
+def _unusable(kind: str, answer: str, why: str) -> ValueError:
+  return ValueError(f"is of kind {kind!r}, but its answer {answer[:SHOWN_CHARS]!r} {why}")
+
+
 def _math(answer: str, rule: str) -> None:
-  shown = f"is of kind 'math', but its answer {answer[:SHOWN_CHARS]!r}"
+  wrong = functools.partial(_unusable, "math", answer)
   if rule == "dapo":
     if not quick_verdict(f"Answer: {answer}", answer, rule) or quick_verdict("", answer, rule):
-      raise ValueError(f"{shown} cannot be stated in DAPO's `Answer:` line; use {_OTHER_KINDS}")
+      raise wrong(f"cannot be stated in DAPO's `Answer:` line; use {_OTHER_KINDS}")
     return
   target = gold_answer(answer).strip()
   if len(target) > MAX_CHARS:
-    raise ValueError(f"{shown}... is longer than {MAX_CHARS} characters; use {_OTHER_KINDS}")
+    raise wrong(f"is longer than {MAX_CHARS} characters; use {_OTHER_KINDS}")
   has_digit = bool(_DIGIT.search(target))  # then it is not empty, and most answers are numbers
   if has_digit and not _MARKS.search(answer):
     return
   if not has_digit and not read(target)[0]:
-    raise ValueError(f"{shown} is empty without its formatting; write an answer, or leave it out")
+    raise wrong(_EMPTY)
   if not quick_verdict(f"\\boxed{{{target}}}", answer):
-    raise ValueError(f"{shown} is not the answer of a completion that states it; {_FIX}")
+    raise wrong(_UNSTATED)
 
 
 def _exact(answer: str, extra: Extra) -> None:
   if answer.strip() and not _MARKS.search(answer):
     return
-  shown = f"is of kind 'exact', but its answer {answer[:SHOWN_CHARS]!r}"
   if exact_correct("", answer) or exact_correct("\\boxed{}", answer):
-    raise ValueError(f"{shown} is empty without its formatting; write an answer, or leave it out")
+    raise _unusable("exact", answer, _EMPTY)
   statements = (f"\\boxed{{{answer}}}", f"Answer: {answer}", answer)
   if not any(exact_correct(text, answer) for text in statements):
-    raise ValueError(f"{shown} is not the answer of a completion that states it; {_FIX}")
+    raise _unusable("exact", answer, _UNSTATED)
 
 
-def _digits(kind: str) -> Callable[[str, Extra], None]:
-  def check(answer: str, extra: Extra) -> None:
-    if not re.fullmatch(r"\d+", answer, re.ASCII):
-      raise ValueError(
-        f"is of kind {kind!r}, but its answer {answer[:SHOWN_CHARS]!r} does not consist of digits"
-      )
-
-  return check
+def _digits(kind: str, answer: str, extra: Extra) -> None:
+  if not re.fullmatch(r"\d+", answer, re.ASCII):
+    raise _unusable(kind, answer, "does not consist of digits")
 
 
 def _choice(answer: str, extra: Extra) -> None:
   if choice_correct("", answer) is None:
-    raise ValueError(
-      f"is of kind 'choice', but its answer {answer[:SHOWN_CHARS]!r} is not a letter from A to J; "
-      "use the kind exact"
-    )
+    raise _unusable("choice", answer, "is not a letter from A to J; use the kind exact")
 
 
 def _countdown(answer: str, extra: Extra) -> None:
@@ -127,10 +126,8 @@ def _countdown(answer: str, extra: Extra) -> None:
       f"{MAX_COUNTDOWN_DIGITS} digits"
     )
   if not re.fullmatch(digits, answer, re.ASCII):
-    raise ValueError(
-      f"is of kind 'countdown', but its answer {answer[:SHOWN_CHARS]!r} is not a whole number of "
-      f"at most {MAX_COUNTDOWN_DIGITS} digits"
-    )
+    why = f"is not a whole number of at most {MAX_COUNTDOWN_DIGITS} digits"
+    raise _unusable("countdown", answer, why)
   if len(numbers) <= MAX_SEARCHED_NUMBERS and not countdown_reaches(numbers, int(answer)):
     raise ValueError(
       f"is of kind 'countdown', but no steps with +, - and * lead from its numbers "
@@ -334,8 +331,8 @@ TESTS: dict[str, Callable[[Extra], None]] = {
 # By `Problem.kind`: a function that raises ValueError if the kind's verifier cannot use an answer
 # or extra. The kind "math" also depends on the rule.
 REQUIREMENTS: dict[str, Callable[[str, Extra], None]] = {
-  "last_number": _digits("last_number"),
-  "forks": _digits("forks"),
+  "last_number": functools.partial(_digits, "last_number"),
+  "forks": functools.partial(_digits, "forks"),
   "choice": _choice,
   "exact": _exact,
   "countdown": _countdown,

@@ -47,13 +47,7 @@ _SCALE_AT_END = re.compile(rf"(?i)(?<![a-z])(?:{'|'.join(SCALES)})s?$")
 _MONEY = re.compile(
   r"(?:\\?\$|[€£])\s?(\d[\d.,]*)\s?([kKmMbB])n?(?![\w^$+*/=-])(?!\s*[-+*/=^]|[^$\n]*\$)"
 )
-# Words after a number that change its value, so they are not units.
-MEANINGFUL_WORDS = frozenset(
-  str.split(
-    "sqrt half third thirds quarter quarters fourth fourths fifth fifths dozen dozens hundred "
-    "thousand million billion trillion factorial squared cubed infinity union and or"
-  )
-)
+MEANINGFUL_WORDS = frozenset(UNITS["meaningful"])  # after a number; they are no units
 # A word with a letter of another script, or with an accent, after a number or a space.
 _FOREIGN_WORD = re.compile(rf"(?<=[\d)}}% ])[A-Za-z]*[{FOREIGN}][A-Za-z{FOREIGN}]*\.?$")
 _NO_SPACES = re.compile("[\u1100-\u11ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]")
