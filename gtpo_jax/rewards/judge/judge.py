@@ -129,13 +129,12 @@ class Judge:
 
 
 class _LoopThread:
-  """Runs coroutines on a thread of its own, which starts with the first of them."""
+  """Runs coroutines on a thread of its own, which starts with the first of them.
+
+  `at_end` is called on its loop, after everything there has been cancelled.
+  """
 
   def __init__(self, name: str, at_end: Callable[[], Awaitable[None]]):
-    """Args:
-    name: of the thread.
-    at_end: called on the loop, after everything on it has been cancelled.
-    """
     self._name = name
     self._at_end = at_end
     self._lock = threading.Lock()

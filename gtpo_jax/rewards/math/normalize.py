@@ -78,7 +78,14 @@ def strip_units(text: str) -> str:
 
   A word that is no known unit stays, because it could change the number.
   """
-  text = _strip_foreign_units(text)
+  while not text.isascii() and (
+    match := _FOREIGN_WORD.search(text, max(0, len(text) - _UNIT_WINDOW))
+  ):
+    word = match[0].rstrip(".").casefold()
+    kept = _kept_of_unit(word)
+    if kept == word or not re.search(r"\d|\\", text[: match.start()]):
+      break
+    text = (text[: match.start()] + kept).rstrip()
   while match := _UNIT.search(text, max(0, len(text) - _UNIT_WINDOW)):
     word = match[1]
     rest = text[: match.start()].rstrip()
@@ -95,18 +102,6 @@ def _is_unit(word: str) -> bool:
   """Returns whether a word of ASCII is a unit, in the singular or the plural."""
   forms = (word, word.removesuffix("s"), word.removesuffix("es"), f"{word.removesuffix('ies')}y")
   return not _ENGLISH_UNITS.isdisjoint(forms[: 4 if word.endswith("ies") else 3])
-
-
-def _strip_foreign_units(text: str) -> str:
-  if text.isascii():
-    return text
-  while match := _FOREIGN_WORD.search(text, max(0, len(text) - _UNIT_WINDOW)):
-    rest = text[: match.start()]
-    kept = _kept_of_unit(match[0].rstrip(".").casefold())
-    if not re.search(r"\d|\\", rest) or kept == match[0].rstrip(".").casefold():
-      break
-    text = (rest + kept).rstrip()
-  return text
 
 
 def _kept_of_unit(word: str) -> str:
