@@ -67,6 +67,8 @@ DELTA_KEYS = (
   "linear_value_head_dim",
   "linear_conv_kernel_dim",
 )
+# The keys of families for the number of layers after which one attends to all positions.
+INTERVALS = ("sliding_window_pattern", "_sliding_window_pattern", "full_attention_interval")
 MAX_NAMES = 8  # the most keys that a line lists
 
 
@@ -224,13 +226,12 @@ def _kinds(
       )
     if window and not family.full_interval and FULL in given:
       raise UserError(f"{path!r} has layer_types, but a sliding_window for all layers; remove one")
-    if family.interval_key in values:
-      check_layers(path, "layer_types", given, f"{family.interval_key} = {interval}", of_layers)
     of_layers = given
-  key = f"_{family.interval_key}"  # Transformers writes the default here beside any list
-  if values.get(key, family.full_interval) != family.full_interval:
-    stated = _per_layer(values, key, path)
-    check_layers(path, "layer_types", of_layers, f"{key} = {stated}", every(stated))
+  for key in INTERVALS if len(types) > 1 else ():
+    # Transformers writes the default as _sliding_window_pattern beside any list.
+    if key in values and not (key[0] == "_" and values[key] == family.full_interval):
+      stated = _per_layer(values, key, path)
+      check_layers(path, "layer_types", of_layers, f"{key} = {stated}", every(stated))
   rotates = _rotates(values, family, layers, path)
   mlps = _mlps(values, family, layers, path)
   return [

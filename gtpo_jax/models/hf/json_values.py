@@ -34,6 +34,8 @@ LARGEST_SIZES = {
   "linear_value_head_dim": 2**16,
   "linear_conv_kernel_dim": 2**8,
 }
+# How the names of sizes begin that only mixtures and gated delta nets have.
+OF_SOME_FAMILIES = ("num_experts", "num_local_experts", "moe_", "shared_", "decoder_", "linear_")
 
 
 def size(values: dict[str, Any], key: str, path: str, default: int | None = None) -> int:
@@ -160,6 +162,7 @@ OTHER_NAMES = {
   "num_key_value_heads": ("n_kv_heads", "num_kv_heads", "n_head_kv"),
   "intermediate_size": ("n_inner", "ffn_dim"),
   "num_experts": ("num_local_experts", "n_routed_experts"),
+  "tie_word_embeddings": ("tie_embeddings", "tie_weights"),
   "num_experts_per_tok": ("num_experts_per_token", "moe_top_k", "moe_topk"),
 }
 
@@ -187,5 +190,6 @@ def unused_keys(values: dict[str, Any], family: Family) -> list[str]:
     values: the contents of config.json.
     family: of the model.
   """
-  known = READ | SUPPORTED.keys() | LARGEST_SIZES.keys() | WITHOUT_EFFECT | family.known_keys
+  sizes = {key for key in LARGEST_SIZES if not key.startswith(OF_SOME_FAMILIES)}
+  known = READ | SUPPORTED.keys() | sizes | WITHOUT_EFFECT | family.known_keys
   return sorted(key for key, value in values.items() if value is not None and key not in known)

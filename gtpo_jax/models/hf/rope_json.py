@@ -126,6 +126,13 @@ def read_rope(
     raise UserError(f"{path!r} has several rope_theta: {', '.join(map(str, thetas))}; keep one")
   theta = thetas[0] if thetas else default
   scaling = older or newer
+  check_same(
+    path,
+    {
+      f"{'rope_scaling' if older else 'rope_parameters'}.{key}": scaling.get(key)
+      for key in ("rope_type", "type")
+    },
+  )
   kind = _kind(scaling)
   if kind not in ("default", *ROPE_TYPES):
     raise UserError(

@@ -85,9 +85,11 @@ _HEDGED_AFTER = re.compile(HEDGES["after"])
 _NEGATED = re.compile(r"(?i)(?<![\w-])(?:minus|negative|neg)\s+$")
 # What changes a number before it.
 _CHANGED = re.compile(
-  rf"(?i)\s?-?\s*((?!{'|'.join(UNITS['scaled'])}|half\b|quarter)"
+  rf"(?i)\s?-?\s*(?:\((?!plus|less|more|minus|times))?((?!{'|'.join(UNITS['scaled'])}|half\b|quarter)"
   r"(?:(?:whole|and)\s+(?:an?|one|\d+)?\s*(?:half|halves|quarters?|thirds?|[a-z]+ths?)\b"
   r"|squared|cubed|factorial|doubled|tripled|quadrupled|halved|per ?mille?|mod(?:ulo)?|base"
+  r"|recurring|repeating|pp[mb]|bps|in (?:binary|octal|hex\w*|base)"
+  r"|(?:minus|times|less)\s+(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve)\b"
   r"|point\s+[a-z]+|raised|to the (?:power|[a-z]+th)|times (?:as|itself|more)"
   r"|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|[a-z]+tie|[a-z]*illion)ths"
   r"|[a-z]*illions?|mil|thirds|plus|less than|more than|半|分之|打|成(?!为)|割|折|以上|以下"

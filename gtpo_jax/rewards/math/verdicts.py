@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gtpo_jax.rewards.finding import after_thinking, last_match
-from gtpo_jax.rewards.languages import FOREIGN, UNITS
+from gtpo_jax.rewards.languages import FOREIGN
 from gtpo_jax.rewards.math.arithmetic import CLOSE, MAX_DEPTH, OPEN
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract, gold_answer
 from gtpo_jax.rewards.math.normalize import SPACE, clean
@@ -136,11 +136,12 @@ _EQUATION = re.compile(r"(?=.*[A-Za-z])[^=<>,;]+=[^=<>,;]+")
 _UNREAD = re.compile(
   r"(?<![\\A-Za-z{])(?!(?:sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|arc[a-z]+|lim|det|gcd|lcm|cup|cap"
   r"|and|or)(?![a-z]))[^\W\d_]{2,}"
-  rf"|[{FOREIGN}]|(?<=\d)(?:and|or)\b|\b(?:and|or)$|[\u2150-\u218b\u2460-\u249b\u2776-\u2793\u3220-\u33ff]"
+  rf"|[{FOREIGN}]|(?<=\d)(?:and|or)\b|(?<=\d)(?:'| e (?=\d))|\b(?:and|or)$"
+  r"|[\u2150-\u218b\u2460-\u249b\u2776-\u2793\u3220-\u33ff]"
   r"|[^\W\d_a-zA-Z\u0370-\u03ff]"
 )
 # A number and a letter that is a unit, as in 900m and 5m/s; gold answers may mean a product.
-_GLUED = re.compile(rf"(-?[\d.,]+) ?[{''.join(UNITS['letters'])}](?: ?/ ?[a-z]+)?")
+_GLUED = re.compile(r"(-?[\d.,]+) ?[mghslLJNVW](?: ?/ ?[a-z]+)?")
 _RELATION = re.compile(r"[<>≠]|\\(?:l|g|n)(?:e|eq|t|eqslant)(?![a-z])|\\not(?![a-z])|!=")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOICE_FIRST = re.compile(r"\(?([A-J])(?:[.):]|\)?$)")

@@ -53,6 +53,13 @@ CONFIGS = [
   ("gemma3", {"hidden_act": "relu"}, ("hidden_act = 'relu'", "gelu_pytorch_tanh")),
   ("qwen2", {"hidden_activation": "gelu"}, ("hidden_activation = 'gelu'", "'silu'")),
   ("llama", {"activation_function": "gelu_new"}, ("activation_function = 'gelu_new'", "'silu'")),
+  ("olmo3", {"sliding_window_pattern": 2}, ("layer_types[1]", WINDOW, "pattern = 2", FULL)),
+  ("llama", {"tie_word_embeddings": True, "tie_weights": False}, ("= True", "tie_weights = False")),
+  (
+    "qwen2",
+    {"rope_parameters": None, "rope_scaling": {"type": "linear", "rope_type": "yarn"}},
+    ("rope_scaling.rope_type = 'yarn'", "rope_scaling.type = 'linear'"),
+  ),
   ("llama", {"n_layer": 3}, ("num_hidden_layers = 2", "n_layer = 3")),
   ("llama", {"num_kv_heads": 4}, ("num_key_value_heads = 2", "num_kv_heads = 4")),
 ]

@@ -98,6 +98,7 @@ RIGHT = [
   ("x = – 5", "-5"),
   ("It is - 5 degrees", "-5"),
   ("half of 10 is 5", "5"),
+  ("It is 5 (plus tax)", "5"),
   ("She has a total of 5", "5"),
   ("The length of 5 sides is 20", "20"),
 ]
@@ -231,6 +232,17 @@ WRONG = [
   ("The answer is 3 or maybe 5", "5"),
   ("The answer is 3, or else 5", "5"),
   ("The answer is 3; alternatively 5", "5"),
+  ("\\boxed{101_{(2)}}", "101"),
+  ("\\boxed{5'}", "5"),
+  ("\\boxed{5\\text{e}3}", "5"),
+  ("\\boxed{5K}", "5"),
+  ("It is 5 (doubled)", "5"),
+  ("It is 0.5 repeating", "0.5"),
+  ("It is 5 ppm", "5"),
+  ("It is 101 in binary", "101"),
+  ("It is 5 times two", "5"),
+  ("It is five less 2", "2"),
+  ("It is ten to the 5", "5"),
   ("\\boxed{between 1 and 9}", "9"),
 ]
 
