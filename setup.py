@@ -35,6 +35,7 @@ setup(
   package_dir={"": "."},  # makes an editable install a plain path
   package_data={
     "gtpo_jax": ["py.typed"],
+    "gtpo_jax.rewards": ["words.toml"],
     "gtpo_jax.data": ["tokenizer/*.json"],
     "gtpo_jax.cli.report": ["page/*"],
   },

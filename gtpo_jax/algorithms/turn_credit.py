@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.relative_entropy import sum_by_place, turn_begins
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import AT_LEAST_0, Checked, Condition, number, one_of, setting
 
 TURN_CREDITS = ("none", "state", "return", "reward")
@@ -74,6 +75,14 @@ class TurnCredit(Checked):
     'centred ("mean").',
     one_of(TURN_NORMS),
   )
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not self.step_weight and not self.outcome_weight:
+      raise UserError(
+        "algorithm.step_weight and algorithm.outcome_weight are both 0, so that no token would "
+        "get an advantage; raise one of them"
+      )
 
   def __bool__(self) -> bool:
     return self.turn_credit != "none"

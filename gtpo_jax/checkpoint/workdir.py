@@ -18,6 +18,7 @@ from gtpo_jax.checkpoint.lease import claim_lease
 from gtpo_jax.config import Config, difference, freeze_recorded, resolved_dict
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.files import unique_keys
 from gtpo_jax.runtime.paths import (
   absolute_path,
   is_remote,
@@ -187,7 +188,7 @@ def _read_config(workdir: Path) -> dict[str, Any]:
   if not file.is_file():
     raise UserError(f"{str(file)!r} is not a file; {WRITTEN_AGAIN}")
   try:
-    values = json.loads(file.read_text(encoding="utf-8"))
+    values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
   except (ValueError, RecursionError) as error:  # also text that is not UTF-8
     raise UserError(
       f"{str(file)!r} is not valid JSON: {first_line(error)}; {WRITTEN_AGAIN}"

@@ -25,6 +25,7 @@ from gtpo_jax.runtime.fields import (
   one_of,
   setting,
 )
+from gtpo_jax.runtime.files import unique_keys
 from gtpo_jax.training.state import OptimizerConfig
 
 MATH_RULES = ("math", "dapo")
@@ -104,7 +105,11 @@ class DataSection:
   def __post_init__(self):
     try:
       check_variables(
-        json.loads(self.chat_template_kwargs or "{}", parse_constant=_refuse_constant)
+        json.loads(
+          self.chat_template_kwargs or "{}",
+          parse_constant=_refuse_constant,
+          object_pairs_hook=unique_keys,
+        )
       )
     except ValueError as error:
       reason = error if str(error).startswith("must") else f"must be JSON: {error}"

@@ -23,6 +23,7 @@ from gtpo_jax.data.layouts import parse_fields, to_demonstration
 from gtpo_jax.data.readers import LocatedRow, Row, read_rows
 from gtpo_jax.data.records import NO_ROLE, ROLES, Problem
 from gtpo_jax.data.sources import Loaded, Malformed, no_rows, record_rows
+from gtpo_jax.runtime.files import unique_keys
 
 TURNS = "completion"  # in `Problem.extra`: the messages of a completion with several turns
 
@@ -120,7 +121,7 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
       raise ValueError("has a completion with a call that has no name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # JSON within JSON
-      arguments = json.loads(arguments)
+      arguments = json.loads(arguments, object_pairs_hook=unique_keys)
     if not isinstance(arguments, Mapping):
       raise ValueError(f"has a call of {function['name']!r} whose arguments are not an object")
     function = {"name": function["name"], "arguments": dict(arguments)}

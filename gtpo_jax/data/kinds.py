@@ -19,6 +19,8 @@ DEFAULT_KIND = "math"
 CHOICE = "choice"
 LETTERS = "ABCDEFGHIJ"  # of the choices that a verifier finds in a text
 CHOICE_COLUMNS = ("choices", "options")
+# Columns that may name the right choice.
+ANSWER_COLUMNS = ("answer", "answerKey", "answer_key", "answer_idx", "answer_index")
 # The kind of a row that names none but has one of these columns, if that is neither null nor empty.
 KIND_OF_COLUMN = {
   "test_list": "code",
@@ -136,6 +138,21 @@ class Choices(NamedTuple):
         f"{shown(list(self.texts))}; write the letter of the right one, from A"
       )
     return LETTERS[meant.pop()]
+
+  def contradicted(self, row: Mapping[str, Any], answer: str) -> str:
+    """Returns the column of a row that names another choice than `answer`, and its value, or "".
+
+    A number may count choices from 0 or from 1.
+    """
+    for name in ANSWER_COLUMNS:
+      value = row.get(name)
+      meant = set()
+      for x in (value, value - 1) if isinstance(value, int) else (value,):
+        with contextlib.suppress(ValueError):
+          meant.add(self.letter(x))
+      if meant and answer in LETTERS and answer not in meant:
+        return f"{name} = {shown(value)}"
+    return ""
 
 
 def choices_of(row: Mapping[str, Any]) -> Choices | None:

@@ -29,6 +29,8 @@ from gtpo_jax.data.kinds import (
 )
 from gtpo_jax.data.readers import ClassIndex, Row, WrittenFloat
 from gtpo_jax.data.records import Problem, encodable, shown, to_messages, user
+from gtpo_jax.rewards.math.extraction import gold_answer
+from gtpo_jax.rewards.math.values import Number, read, same
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.files import printable
 
@@ -39,6 +41,7 @@ PROMPT_AND_ANSWER = ("prompt", "answer")
 FIELDS = {*PROMPT_AND_ANSWER, "kind"}
 PROMPTS = ("prompt", "question", "problem")  # columns of the prompt
 ANSWERS = ("answer", "answerKey", "solution")  # columns of the gold answer, the first that exists
+OTHER_ANSWERS = ("answer", "final_answer", "gold_answer", "ground_truth")
 NOT_EXTRA = {"id", "kind", "extra"}  # columns that are not passed on in `Problem.extra`
 MAX_DEPTH = 32  # levels of lists and dicts in `extra`
 # Columns that only some layouts read; they are passed on all the same.
@@ -47,8 +50,13 @@ READ_BY_LAYOUTS = {
   *("key", "prompt", "test", "entry_point", "truth"),
 }
 IMAGES = ("image", "images", "video", "videos", "audio")  # columns that no prompt can have
-# Marks of byte order and direction, and spaces without a width.
-_INVISIBLE = re.compile("[\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
+# Marks of byte order and direction, characters without a width, control codes and private use;
+# without the joiners of scripts and emojis.
+_INVISIBLE = re.compile(
+  "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u180e\u200b\u200e\u200f"
+  "\u202a-\u202e\u2060-\u206f\u3164\ue000-\uf8ff\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e007f"
+  "\U000f0000-\U0010ffff]|(?<=[0-9])\ufe0f(?!\u20e3)"
+)
 SHOWN_COLUMNS = 200  # characters of the names of columns in a message
 
 
@@ -101,9 +109,11 @@ def to_problem(
     return _problem(row, location, _from_columns(row, columns), needs)
   filled = {name for name, value in row.items() if not is_empty(value)}
   for present in (filled, row.keys()):  # a column of a table may be empty in this row
-    for required, read in LAYOUTS:
+    for required, read_row in LAYOUTS:
       if required <= present:
-        return _problem(row, location, read(row), needs)
+        fields = read_row(row)
+        _check_answers(row, fields.answer)
+        return _problem(row, location, fields, needs)
   opens = "prompt" not in needs  # then an environment reads the other columns
   prompt = "prompt" if opens else next((name for name in PROMPTS if name in row), "")
   if "answer" not in needs and prompt:
@@ -166,6 +176,8 @@ def _problem(row: Row, location: str, fields: RowFields, needs: Collection[str])
   if kind == CHOICE and (choices := choices_of(row)):
     messages = _with_choices(messages, choices)
     answer = _letter(choices, answer, needs)
+    if stated := choices.contradicted(row, answer):
+      raise ValueError(f"has the answer {answer}, but {stated}; leave the wrong one out")
   elif kind in WITHOUT_ANSWER and not _is_answer(answer):
     answer = WITHOUT_ANSWER[kind]
   others = _others(row, fields)
@@ -193,7 +205,7 @@ def _with_choices(
     )
     for text in choices.texts
   ]
-  separator = r"\s*(?:[,;/|\n]|\s(?:or|and)\s)[\s*•-]*(?:(?:or|and)\s+)?"
+  separator = r"\s*[,;/|\n][\s*•-]*(?:(?:or|and)\s+)?"
   in_order = rf"(?<!\w){separator.join(map(re.escape, choices.texts))}(?!\w)"
   if re.search(in_order, last["content"]):
     return messages
@@ -248,6 +260,20 @@ def _id(row: Row, of_layout: Any, location: str) -> str:
   if not isinstance(value, str | int | float):
     raise ValueError(f"has an id that is neither text nor a number: {shown(value)}")
   return encodable(str(value), "id")
+
+
+def _check_answers(row: Row, answer: Any) -> None:
+  """Raises ValueError if a column states another number than the layout's answer."""
+
+  def number(value: Any) -> Number | None:
+    text = gold_answer(str(value))
+    parsed = read(text)[1] if len(text) < SHOWN_COLUMNS else None
+    return parsed if isinstance(parsed, Number) else None
+
+  own = number(answer)
+  for name in OTHER_ANSWERS if own else ():
+    if (other := number(row.get(name, ""))) and same(own, other) is False:
+      raise ValueError(f"has the answer {shown(answer)}, but {name} = {shown(row[name])}")
 
 
 def _answer(value: Any) -> str:

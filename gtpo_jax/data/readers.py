@@ -26,7 +26,7 @@ from etils import epath
 from gtpo_jax.rewards.gym.rows import rows as gym_rows
 from gtpo_jax.runtime.busy_hub import HubBusy, patiently
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.runtime.files import printable
+from gtpo_jax.runtime.files import printable, unique_keys
 from gtpo_jax.runtime.installing import install_command
 from gtpo_jax.runtime.paths import list_files, open_bytes, storage_errors, storage_path
 
@@ -201,15 +201,6 @@ def _begins_array(line: bytes | ValueError) -> bool:
   return isinstance(line, bytes) and bool(re.match(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?:\{|$)", line))
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> Row:
-  row = dict(pairs)
-  if len(row) < len(pairs):
-    names = [name for name, _ in pairs]
-    twice = next(name for name in names if names.count(name) > 1)
-    raise ValueError(f"has the key {printable(twice)[:MAX_REASON_CHARS]!r} twice; leave one out")
-  return row
-
-
 class WrittenFloat(float):
   """A number of JSON with more digits than a float has, and its text."""
 
@@ -234,7 +225,7 @@ def _json_object(line: bytes | ValueError) -> Row | ValueError | None:
     text = line.decode("utf-8-sig")
     if not text.strip():
       return None
-    row = json.loads(text, object_pairs_hook=_unique, parse_float=WrittenFloat.of)
+    row = json.loads(text, object_pairs_hook=unique_keys, parse_float=WrittenFloat.of)
   except (ValueError, RecursionError) as error:  # from JSON or UTF-8
     return ValueError(first_line(error))
   if not isinstance(row, dict):

@@ -19,7 +19,7 @@ from gtpo_jax.environments.turns import (
   checked_info,
   checked_number,
 )
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.errors import FunctionError, UserError
 
 
 class Environment(Protocol):
@@ -57,11 +57,14 @@ def take(environment: Any, name: str) -> None:
   """Notes that an episode uses an environment, until `give_back`.
 
   Raises:
-    ValueError: another episode uses it.
+    FunctionError: another episode uses it, so that neither says anything about the model.
   """
   with _lock:
     if id(environment) in _in_use:
-      raise ValueError(f"{name} returned the same object for two episodes; make one for each")
+      raise FunctionError(
+        f"{name} returned the same object for two episodes, which ends the run; let it make one "
+        "for each"
+      )
     _in_use[id(environment)] = environment
 
 
@@ -165,7 +168,8 @@ class Player:
     parallel_calls: the most calls of a turn that are run.
 
     Raises:
-      TypeError, ValueError: what was made is no environment, or another episode has it.
+      TypeError: what was made is no environment.
+    FunctionError: another episode has it.
     """
     self.environment = maker.new()
     self.ends_with_answer = not hasattr(self.environment, "step")

@@ -26,6 +26,7 @@ from gtpo_jax.environments.workers import Outcome
 from gtpo_jax.environments.writers import Call, Differs, Drawn, End, Writer, wait_for
 from gtpo_jax.runtime.errors import UserError, described, printable
 
+BEGINNING = "\N{START OF TEXT}"  # the state before the first turn, unlike that of an empty answer
 SHORT_STATE = 64  # characters of a state that is kept as it is
 
 
@@ -59,7 +60,7 @@ class EnvironmentEpisode(Playing):
     self._turns: list[Turn] = []
     self._rewards: list[float] = []
     self._truths: list[float | None] = []
-    self._states = [""]  # before each turn, and after the last one
+    self._states = [BEGINNING]  # before each turn, and after the last one
     self._info: dict[str, float] = {}
     self._correct: bool | None = None
     self._retries = 0  # turns whose calls could not be read
@@ -72,7 +73,7 @@ class EnvironmentEpisode(Playing):
     """See `Playing`."""
     writer = self.writer
     try:
-      writer.begin(self.name, await self._call("reset", self._reset, _added))
+      writer.begin(self.name, await self._call("reset", self._reset, self._added))
       tokens: list[int] = []
       while True:
         drawn = await writer.turn(tokens)
@@ -87,6 +88,15 @@ class EnvironmentEpisode(Playing):
     """Makes the environment, on a worker."""
     self._player = self._rules.player()
     return self._player.reset(copy.deepcopy(dict(self._row)), self._seed)
+
+  def _added(self, value: Any, what: str) -> str | Sequence[Message]:
+    """Returns what `reset` has returned; on a worker."""
+    if value is None or isinstance(value, str):
+      return value or ""
+    messages = checked_messages(value, what)
+    if any(message["role"] in ("system", "developer") for message in messages):
+      self._rules.tokens.check_shown(self._row.get("messages", ()), messages)
+    return messages
 
   def _take(self, drawn: Drawn) -> Turn:
     """Adds a turn of the policy, and returns it.
@@ -140,14 +150,19 @@ class EnvironmentEpisode(Playing):
     return tokens
 
   async def _finish(self, end: End) -> Episode:
-    """Returns the episode, after the environment's `finish` if it has one and has not failed."""
+    """Returns the episode, after the environment's `finish` if it has one and has not failed.
+
+    What `finish` returns belongs to the last turn, also if that had no answer.
+    """
     finish = self._player and self._player.method("finish")
     if finish and end.stop not in (Stop.ENV_ERROR, Stop.TIMEOUT):
       try:
         step = await self._call("finish", finish, _finished)
       except End as failure:
         end = failure
-      else:  # it belongs to the last turn
+      else:
+        for known, absent in ((self._rewards, 0.0), (self._truths, None)):
+          known += [absent] * (len(self._turns) - len(known))
         earlier = self._rewards.pop() if self._rewards else 0.0
         truth = self._truths.pop() if self._truths else None
         self._add(dataclasses.replace(step, reward=earlier + step.reward, truth=truth))
@@ -314,12 +329,6 @@ class Environments(Rules):
     shorten = lambda text: self.tokens.shorten(text, most, self.limits.truncate)
     messages = [{**message, "content": shorten(message["content"])} for message in step.messages]
     return dataclasses.replace(step, messages=messages)
-
-
-def _added(value: Any, what: str) -> str | Sequence[Message]:
-  if value is None or isinstance(value, str):
-    return value or ""
-  return checked_messages(value, what)
 
 
 def _pairs(of: Sequence[Any], values: Sequence[Any], what: str) -> Iterator[tuple[Any, Any]]:

@@ -17,7 +17,7 @@ from gtpo_jax.environments.turns import Episode, Message, load_episode, save_epi
 from gtpo_jax.environments.workers import Outcome, Workers
 from gtpo_jax.environments.writers import Ask, Call, Differs, Drawn, End, Recorded, Writer
 
-SAYS_NOTHING = "such episodes say nothing about the model, and are counted in env/stop"
+SAYS_NOTHING = "such completions have no verdict and teach nothing; env/stop counts them"
 OTHER_PROMPT = "returned something else than for another completion of the same prompt"
 
 Group = Hashable  # names a prompt with its completions; groups can be sorted

@@ -62,6 +62,16 @@ class TurnTokens:
           + ("; set env.role='user'" if role == "tool" else "")
         )
 
+  def check_shown(self, before: Sequence[Message], messages: Sequence[Message]) -> None:
+    """Raises UserError if the template does not show all of the messages after those before."""
+    marked = [{**message, "content": CONTENT} for message in messages]
+    if self._chat.template.render([*before, *marked]).count(CONTENT) != len(messages):
+      raise UserError(self._not_shown(messages))
+
+  def _not_shown(self, messages: Sequence[Message]) -> str:
+    roles = " and ".join(repr(role) for role in dict.fromkeys(x["role"] for x in messages))
+    return f"{self._chat.template.name} does not show messages of the role {roles} there"
+
   def observation(self, messages: Sequence[Message], ended: bool) -> list[int]:
     """Returns the ids of messages after a turn, up to the start of the next turn.
 
@@ -73,13 +83,16 @@ class TurnTokens:
       ended: whether the turn ended at an end token; if not, the result begins with one.
 
     Raises:
-      UserError: a message has an unknown role, or the template rejects it.
+      UserError: a message has an unknown role, or the template rejects it or does not show it.
     """
     complete = [_complete(message) for message in messages]
     key = tuple((message["role"], bool(message["content"].strip())) for message in complete)
     if key not in self._controls:
-      harmless = [{**x, "name": "x", "content": x["content"] and "x"} for x in complete]
-      self._controls[key] = self._chat.controls(self._chat.encode(self._after_turn(harmless)[1]))
+      harmless = [{**x, "name": "x", "content": x["content"] and CONTENT} for x in complete]
+      rendered = self._after_turn(harmless)[1]
+      if rendered.count(CONTENT) != sum(bool(x["content"]) for x in complete):
+        raise UserError(self._not_shown(complete))
+      self._controls[key] = self._chat.controls(self._chat.encode(rendered))
     texts = "".join(message[field] for message in complete for field in ("content", "name"))
     split = next(mark for mark in SPLITS if mark not in texts)
     for everywhere in (False, True):  # the second time for tokenizers that change texts first

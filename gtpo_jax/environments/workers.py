@@ -119,13 +119,14 @@ class Workers:
     """Returns the outcomes since the last poll, in the order in which calls ended.
 
     Raises:
-      FunctionError: a call raised KeyboardInterrupt or the like.
+      FunctionError: a call raised this, or KeyboardInterrupt or the like.
       RunError: too many calls hang.
     """
     with self._changed:
       self._abandon()
-      if self._fatal:
-        raise self._fatal
+      if fatal := self._fatal:
+        self._fatal = None
+        raise fatal
       if self._hanging > MAX_HANGING:
         raise RunError(
           f"{self._hanging} calls of the environment hang beyond env.step_timeout_s; give what "
@@ -194,6 +195,8 @@ class Workers:
       if inspect.isawaitable(value):
         call.future = self._loop.start(value)
         value = call.future.result()
+    except FunctionError as raised:
+      fatal = raised
     except (Exception, SystemExit, asyncio.CancelledError) as raised:  # the user's code
       value = None
       error = described(raised)

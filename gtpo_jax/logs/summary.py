@@ -75,16 +75,19 @@ def corrected(expected: Expected, config: Config, done: int, step_s: float) -> s
 
 
 def _short_warm_up(config: Config) -> list[str]:
-  """Says which learning rate is reached if the run ends before the peak."""
-  optimizer = config.optimizer
-  if optimizer.warmup_steps < config.steps:
-    return []
-  reached = optimizer.learning_rate * (config.steps - 1) / optimizer.warmup_steps
-  return [
-    f"the learning rate only reaches {reached:.3g} of optimizer.learning_rate = "
-    f"{optimizer.learning_rate:g}, because optimizer.warmup_steps = {optimizer.warmup_steps} is "
-    f"not below steps = {config.steps}"
-  ]
+  """Says which learning rate is reached if the run or its warm start ends before the peak."""
+  lines = []
+  for name, section in (("", config), ("warm_start.", config.warm_start)):
+    peak = section.optimizer.learning_rate
+    warm_up = section.optimizer.warmup_steps
+    if 0 < section.steps <= warm_up:
+      reached = peak * (section.steps - 1) / warm_up
+      lines.append(
+        f"the learning rate only reaches {reached:.3g} of {name}optimizer.learning_rate = "
+        f"{peak:g}, because {name}optimizer.warmup_steps = {warm_up} is not below {name}steps = "
+        f"{section.steps}"
+      )
+  return lines
 
 
 def base_model_name(config: Config) -> str:

@@ -13,7 +13,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gtpo_jax.rewards.constraints.instruction_verdicts import check_instructions
@@ -26,6 +26,7 @@ from gtpo_jax.rewards.synthetic import countdown_reaches, sentence_correct
 from gtpo_jax.rewards.truth import check_truth
 from gtpo_jax.rewards.verifiers import VERIFIERS, missing_extra
 from gtpo_jax.runtime.errors import first_line
+from gtpo_jax.runtime.files import unique_keys
 
 MAX_COUNTDOWN_DIGITS = 9  # of the numbers that a countdown step may contain
 MAX_SEARCHED_NUMBERS = 4  # of a countdown problem; the search with more takes milliseconds
@@ -64,56 +65,55 @@ def gold_check(rule: str) -> Callable[[str, str, Extra], None]:
 
 
 _OTHER_KINDS = "the kind exact, or your own reward.verifier"
-_FIX = "close its braces, or use your own reward.verifier"
+_EMPTY = "is empty without its formatting; write an answer, or leave it out"
+_UNSTATED = (
+  "is not the answer of a completion that states it; close its braces, or use your own "
+  "reward.verifier"
+)
 _DIGIT = re.compile(r"[0-9]")
 _MARKS = re.compile(r"[\\{}#]|box|answer", re.IGNORECASE)  # what may end or replace a box
 
 
+def _unusable(kind: str, answer: str, why: str) -> ValueError:
+  return ValueError(f"is of kind {kind!r}, but its answer {answer[:SHOWN_CHARS]!r} {why}")
+
+
 def _math(answer: str, rule: str) -> None:
-  shown = f"is of kind 'math', but its answer {answer[:SHOWN_CHARS]!r}"
+  wrong = functools.partial(_unusable, "math", answer)
   if rule == "dapo":
     if not quick_verdict(f"Answer: {answer}", answer, rule) or quick_verdict("", answer, rule):
-      raise ValueError(f"{shown} cannot be stated in DAPO's `Answer:` line; use {_OTHER_KINDS}")
+      raise wrong(f"cannot be stated in DAPO's `Answer:` line; use {_OTHER_KINDS}")
     return
   target = gold_answer(answer).strip()
   if len(target) > MAX_CHARS:
-    raise ValueError(f"{shown}... is longer than {MAX_CHARS} characters; use {_OTHER_KINDS}")
+    raise wrong(f"is longer than {MAX_CHARS} characters; use {_OTHER_KINDS}")
   has_digit = bool(_DIGIT.search(target))  # then it is not empty, and most answers are numbers
   if has_digit and not _MARKS.search(answer):
     return
   if not has_digit and not read(target)[0]:
-    raise ValueError(f"{shown} is empty without its formatting; write an answer, or leave it out")
+    raise wrong(_EMPTY)
   if not quick_verdict(f"\\boxed{{{target}}}", answer):
-    raise ValueError(f"{shown} is not the answer of a completion that states it; {_FIX}")
+    raise wrong(_UNSTATED)
 
 
 def _exact(answer: str, extra: Extra) -> None:
   if answer.strip() and not _MARKS.search(answer):
     return
-  shown = f"is of kind 'exact', but its answer {answer[:SHOWN_CHARS]!r}"
   if exact_correct("", answer) or exact_correct("\\boxed{}", answer):
-    raise ValueError(f"{shown} is empty without its formatting; write an answer, or leave it out")
+    raise _unusable("exact", answer, _EMPTY)
   statements = (f"\\boxed{{{answer}}}", f"Answer: {answer}", answer)
   if not any(exact_correct(text, answer) for text in statements):
-    raise ValueError(f"{shown} is not the answer of a completion that states it; {_FIX}")
+    raise _unusable("exact", answer, _UNSTATED)
 
 
-def _digits(kind: str) -> Callable[[str, Extra], None]:
-  def check(answer: str, extra: Extra) -> None:
-    if not re.fullmatch(r"\d+", answer, re.ASCII):
-      raise ValueError(
-        f"is of kind {kind!r}, but its answer {answer[:SHOWN_CHARS]!r} does not consist of digits"
-      )
-
-  return check
+def _digits(kind: str, answer: str, extra: Extra) -> None:
+  if not re.fullmatch(r"\d+", answer, re.ASCII):
+    raise _unusable(kind, answer, "does not consist of digits")
 
 
 def _choice(answer: str, extra: Extra) -> None:
   if choice_correct("", answer) is None:
-    raise ValueError(
-      f"is of kind 'choice', but its answer {answer[:SHOWN_CHARS]!r} is not a letter from A to J; "
-      "use the kind exact"
-    )
+    raise _unusable("choice", answer, "is not a letter from A to J; use the kind exact")
 
 
 def _countdown(answer: str, extra: Extra) -> None:
@@ -126,10 +126,8 @@ def _countdown(answer: str, extra: Extra) -> None:
       f"{MAX_COUNTDOWN_DIGITS} digits"
     )
   if not re.fullmatch(digits, answer, re.ASCII):
-    raise ValueError(
-      f"is of kind 'countdown', but its answer {answer[:SHOWN_CHARS]!r} is not a whole number of "
-      f"at most {MAX_COUNTDOWN_DIGITS} digits"
-    )
+    why = f"is not a whole number of at most {MAX_COUNTDOWN_DIGITS} digits"
+    raise _unusable("countdown", answer, why)
   if len(numbers) <= MAX_SEARCHED_NUMBERS and not countdown_reaches(numbers, int(answer)):
     raise ValueError(
       f"is of kind 'countdown', but no steps with +, - and * lead from its numbers "
@@ -180,7 +178,7 @@ def _input_output(extra: Extra) -> None:
   cases = extra["input_output"]
   if isinstance(cases, str):
     try:
-      cases = json.loads(cases)
+      cases = json.loads(cases, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
       raise ValueError(f"has an input_output that is not valid JSON: {error}") from None
   if not isinstance(cases, Mapping):
@@ -220,10 +218,13 @@ def _checks(tests: str) -> ast.Module:
       tree = compile(tests, "<tests>", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
     raise ValueError(f"has tests that do not compile: {first_line(error)}") from None
-  names = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
+  uses = [x for x in ast.walk(tree) if isinstance(x, ast.Name)]
+  names = {x.id for x in uses}
   # As in the sandbox, a name is that of the builtin, unless the tests have no other name.
   names = names.difference(dir(builtins)) or names
-  if not any(_checks_something(node, names) for node in ast.walk(tree)):
+  called = names | {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute)} | {"check"}
+  own = {x.id for x in uses if isinstance(x.ctx, ast.Store)}
+  if not any(_checks_something(node, names, own) for node in _reached(tree, called)):
     raise ValueError(
       "has tests that check nothing, so that any program would pass: they have no assert about a "
       f"value of the program: {' '.join(tests.split())[:SHOWN_CHARS]!r}"
@@ -231,14 +232,59 @@ def _checks(tests: str) -> ast.Module:
   return tree
 
 
-def _checks_something(node: ast.AST, names: set[str]) -> bool:
-  """Whether a node of tests can fail: an assert about one of the names, or a call to assert."""
-  if isinstance(node, ast.Raise):
-    return True
+def _reached(node: ast.AST, called: set[str]) -> Iterator[ast.AST]:
+  """Yields the nodes of tests that run, and whose failures end the run.
+
+  They are in no function that nothing calls, in no branch that is never entered, after no return,
+  and not where their errors are caught.
+  """
+  for child in ast.iter_child_nodes(node):
+    decided = isinstance(getattr(child, "test", None), ast.Constant)
+    if isinstance(child, ast.FunctionDef) and not {child.name, "main"} & called:
+      continue
+    if isinstance(child, ast.If | ast.While) and decided and not child.test.value:
+      child = ast.Module(child.orelse, [])
+    elif isinstance(child, ast.For) and not getattr(child.iter, "elts", True):
+      continue
+    elif isinstance(child, ast.Try) and any(map(_catches_failures, child.handlers)):
+      child = ast.Module([*child.handlers, *child.orelse, *child.finalbody], [])
+    yield child
+    yield from _reached(child, called)
+    if isinstance(child, ast.Return):
+      return
+
+
+def _catches_failures(handler: ast.ExceptHandler) -> bool:
+  """Whether a failed assert ends here, and the handler can do nothing about it."""
+  kinds = {x.id for x in ast.walk(handler.type or handler) if isinstance(x, ast.Name)}
+  caught = not handler.type or kinds & {"AssertionError", "Exception", "BaseException"}
+  return bool(caught) and not any(
+    isinstance(x, ast.Raise | ast.Assert | ast.Call)
+    for line in handler.body
+    for x in ast.walk(line)
+  )
+
+
+def _checks_something(node: ast.AST, names: set[str], own: set[str]) -> bool:
+  """Whether a node of tests can fail: an assert about one of the names, or a call to assert.
+
+  A name alone, as in assert f, is no such assert, unless it is a variable of the tests' own.
+  """
   if isinstance(node, ast.Call):
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
     return name.startswith(("assert", "fail"))
-  return isinstance(node, ast.Assert) and _can_be_false(node.test, names)
+  if isinstance(node, ast.Assert) and isinstance(node.test, ast.Name):
+    return node.test.id in own
+  return isinstance(node, ast.Raise) or (
+    isinstance(node, ast.Assert) and _can_be_false(node.test, names)
+  )
+
+
+# As in assert (f(1) == 2, "message").
+_ALWAYS_TRUE = (
+  *(ast.Tuple, ast.List, ast.Set, ast.Dict, ast.ListComp, ast.GeneratorExp, ast.Lambda),
+  *(ast.JoinedStr, ast.Constant),
+)
 
 
 def _can_be_false(test: ast.expr, names: set[str]) -> bool:
@@ -251,7 +297,7 @@ def _can_be_false(test: ast.expr, names: set[str]) -> bool:
   if is_pair and isinstance(test.ops[0], ast.Eq | ast.Is | ast.LtE | ast.GtE):
     is_same = ast.dump(test.left) == ast.dump(test.comparators[0])
     return not is_same and _has_name(test, names)
-  if isinstance(test, ast.Tuple):  # assert (f(1) == 2, "message") is always true
+  if isinstance(test, _ALWAYS_TRUE):
     return False
   return _has_name(test, names)
 
@@ -285,8 +331,8 @@ TESTS: dict[str, Callable[[Extra], None]] = {
 # By `Problem.kind`: a function that raises ValueError if the kind's verifier cannot use an answer
 # or extra. The kind "math" also depends on the rule.
 REQUIREMENTS: dict[str, Callable[[str, Extra], None]] = {
-  "last_number": _digits("last_number"),
-  "forks": _digits("forks"),
+  "last_number": functools.partial(_digits, "last_number"),
+  "forks": functools.partial(_digits, "forks"),
   "choice": _choice,
   "exact": _exact,
   "countdown": _countdown,

@@ -1,10 +1,12 @@
-"""What texts in several languages call an answer, as data: to add a language, add a row."""
+"""Words of several languages, from `words.toml`, and characters of all scripts."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 import unicodedata
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -28,32 +30,16 @@ class Language(NamedTuple):
   between: int = 2
 
 
-LANGUAGES = {
-  "en": Language("answer", "is|equals", "option|choice|letter", between=0),
-  "zh": Language(
-    "答案|答",
-    "是|为|為|应为|應為|应该是|應該是|就是|等于|等於",
-    "选项|選項|选择|選擇|选|選",
-    spaced=False,
-  ),
-  "ja": Language(
-    "答え|解答|正解|回答", "は", "選択肢|選択", "です|である|だ|になります|となります", spaced=False
-  ),
-  "ko": Language("정답|해답|답", "은|는", "선택지|보기", "입니다|이다|이에요|예요", spaced=False),
-  "es": Language("respuesta", "es|son", "opción|opcion|letra"),
-  "fr": Language("réponse|reponse", "est|vaut", "option|choix|proposition|lettre"),
-  "de": Language("antwort", "ist|lautet|beträgt", "option|auswahl|buchstabe"),
-  "pt": Language("resposta", "é|são", "opção|alternativa|letra"),
-  "it": Language("risposta", "è", "opzione|lettera"),
-  "nl": Language("antwoord", "is", "optie|keuze"),
-  "ru": Language("ответ", "равен|это|—|–|-", "вариант|буква"),
-  "ar": Language("الإجابة|الجواب|إجابة|جواب", "هو|هي", "الخيار|خيار"),
-  "hi": Language("उत्तर|जवाब", "है", "विकल्प"),
-  "vi": Language("đáp án|câu trả lời", "là", "phương|đáp án"),
-  "id": Language("jawaban", "adalah", "pilihan|opsi"),
-  "tr": Language("cevap|yanıt", "", "seçenek|şık"),
-  "pl": Language("odpowiedź", "to|jest", "opcja"),
+_WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+LANGUAGES = {name: Language(**row) for name, row in _WORDS["languages"].items()}
+# Words after a number that multiply it.
+SCALES = {
+  word: Fraction(factor) for factor, row in _WORDS["scales"].items() for word in row.split("|")
 }
+# Words that may stand beside a number without changing it, by kind; see the file.
+HEDGES = _WORDS["hedges"]  # what makes a number no answer, before and after it
+CHARACTERS = _WORDS["characters"]  # their replacements, by form
+UNITS = {kind: tuple(words.split()) for kind, words in _WORDS["units"].items()}
 
 # Letters of other scripts than those of mathematics (Latin without accents, and Greek).
 FOREIGN = (
@@ -65,6 +51,7 @@ FOREIGN = (
 _MINUS_SIGNS = "\u00ad\u02d7\u207b\u208b\u2212\u2796"
 # Characters without a width that are in no category of their own.
 _INVISIBLE = re.compile("[\u034f\u115f\u1160\u20e3\u2800\u3164\ufe00-\ufe0f\uffa0]")
+_SOFT_HYPHENS = re.compile("(?<=[-\u2010-\u2015\u2212\xad])\xad|\xad(?=[-\u2010-\u2015\u2212])")
 _RAISED = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207f]+")
 _LOWERED = re.compile("[\u2080-\u208e]+")
 
@@ -101,91 +88,7 @@ class _Ascii(dict):
     return plain if plain.isascii() and (is_letter or form in ("<wide>", "<small>")) else char
 
 
-TO_ASCII = _Ascii(
-  str.maketrans(
-    {
-      "、": ",",
-      "\u066b": ".",
-      "\u066c": ",",
-      "\u2018": "'",
-      "\u2019": "'",
-      "\u02bc": "'",
-      "\u2044": "/",
-      "\u2215": "/",
-      "\u2236": ":",
-      "\u2062": "*",
-      "\u2063": ",",
-      "\u2064": "+",
-      "【": "[",
-      "】": "]",
-    }
-  )
-)
-# Words after a number that multiply it.
-SCALES = {
-  "hundred": 100,
-  "thousand": 1000,
-  "million": 10**6,
-  "billion": 10**9,
-  "trillion": 10**12,
-  "quadrillion": 10**15,
-  "quintillion": 10**18,
-  "sextillion": 10**21,
-  "septillion": 10**24,
-  "octillion": 10**27,
-  "nonillion": 10**30,
-  "decillion": 10**33,
-  "googol": 10**100,
-  "lakh": 10**5,
-  "crore": 10**7,
-  "myriad": 10**4,
-  "grand": 1000,
-  "gross": 144,
-  "score": 20,
-  "dozen": 12,
-  "permille": Fraction(1, 1000),
-  "basis point": Fraction(1, 10**4),
-  **dict.fromkeys(("half", "halve"), Fraction(1, 2)),  # and an s
-  **{
-    name: Fraction(1, number)
-    for number, name in enumerate(
-      str.split("third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"), 3
-    )
-  },
-  "sixteenth": Fraction(1, 16),
-  "twentieth": Fraction(1, 20),
-  "hundredth": Fraction(1, 100),
-  "thousandth": Fraction(1, 1000),
-  "millionth": Fraction(1, 10**6),
-  "billionth": Fraction(1, 10**9),
-  **dict.fromkeys(("百", "백"), 100),
-  **dict.fromkeys(("千", "천", "тыс", "тысяч", "тысячи", "тысяча", "ألف", "آلاف"), 1000),
-  **dict.fromkeys(("tausend", "mille", "tysiąc", "tysięcy", "nghìn", "ribu", "हज़ार"), 1000),
-  **dict.fromkeys(("万", "萬", "만"), 10**4),
-  "लाख": 10**5,
-  **dict.fromkeys(("百万", "百萬", "백만", "млн", "миллион", "миллиона", "миллионов"), 10**6),
-  **dict.fromkeys(("millón", "millones", "millionen", "milhão", "milhões", "milioni"), 10**6),
-  **dict.fromkeys(("مليون", "triệu", "juta"), 10**6),
-  "करोड़": 10**7,
-  **dict.fromkeys(("亿", "億", "억"), 10**8),
-  **dict.fromkeys(("млрд", "миллиард", "миллиарда", "миллиардов", "مليار"), 10**9),
-  **dict.fromkeys(("milliard", "milliarde", "milliarden", "miliardi"), 10**9),
-}
-# Units that begin as a scale does.
-SCALED_UNITS = ("千米", "千克", "千瓦", "百分")
-# Words after a number that change it in some other way, so they are no units; without those that
-# are units in English, such as the quarts and tiers of French.
-CHANGING_WORDS = frozenset(
-  str.split(
-    "medio tercio tercios cuarto cuartos docena docenas demi douzaine "
-    "halb halbe drittel viertel dutzend meio terço quarto dúzia mezzo terzo dozzina половина "
-    "половины половиной треть трети четверть четверти дюжина نصف ثلث ربع आधा"
-  )
-)
-# In scripts without spaces, what a unit does not contain.
-CHANGING_PARTS = str.split(
-  "半 分之 打 成 割 折 以上 以下 以内 未満 未满 超 余 又 和 或 百 千 万 萬 亿 億 반 분의"
-)
+TO_ASCII = _Ascii(str.maketrans(CHARACTERS["ascii"]))
 
 
 def nfc(text: str) -> str:
@@ -197,6 +100,7 @@ def to_ascii(text: str) -> str:
   """Returns the text with the equivalents of `TO_ASCII`, and with raised text as exponents."""
   if text.isascii():
     return text
+  text = _SOFT_HYPHENS.sub("", text)
   text = _RAISED.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
   text = _LOWERED.sub(lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}", text)
   return text.translate(TO_ASCII)

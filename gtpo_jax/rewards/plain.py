@@ -22,7 +22,8 @@ _CHOICE = re.compile(
   r"|(?:^|(?<=[\s*:]))([A-J])(?=(?:[^\S\n]|[.*])*+(?:\n|\Z))",
   re.MULTILINE,
 )
-_MATH_MARKS = re.compile(r"\\[()\[\]]|\$")
+_BOLD = re.compile(r"\*\*(\(?[A-Ja-j]\)?)\*\*")
+_MATH_MARKS = re.compile(r"\\[()\[\] ,;:!]|\$")
 # The start of a marked answer: a word such as "Option", and a letter, as in "B) because".
 _MARKED_CHOICE = re.compile(
   rf"(?i:(?:\w{{1,8}}\s{{1,3}}){{0,2}}?(?:{words_of('options')})\s{{0,3}}(?:is\s|:)?)?"
@@ -33,16 +34,19 @@ _ARTICLE = re.compile(
   r"(?:a\b|I\b|A\b)\s+(?!(?:because|since|as|for|is|or|and|due|with|given|[&A-J(])\b)[a-z]"
 )
 _JOINED = (
-  r"[\s*`\"').:]*(?:(?:,|;|/|&|\+|-|–|—|~|\||∨|∧|\b(?:and|or|to|through|und|oder|ou|et|o|y|e|или|и|nor)\b"
+  r"[\s*`\"').:(\[]*(?:(?:,|;|/|&|\+|-|–|—|~|\||∨|∧|\b(?:and|or|to|through|then|also|as well as"
+  r"|plus|xor|vs\.?|versus|but also|along with|together with|und|oder|ou|et|o|y|e|или|и|nor)(?!\w)"
+  r"|\bbut(?=\s+\(?[A-J]\)?\s+(?:\w+\s+)?(?:also|too|as well)\b)"
   r"|和|或|、|と|또는)[\s*`\"']*)+(?:(?:either|option|choice|letter|maybe|perhaps|possibly)\s)*\(?"
 )
 # With nothing between them, letters are joined unless a sentence begins with the next.
 JOINED_AFTER = re.compile(
-  rf"(?i:{_JOINED})[A-J](?![\w'])|[\s*`\"').:?]+\(?[A-J](?=[\s).,:;?]*(?:$|[A-J(]))"
+  rf"(?i:{_JOINED})[A-J](?![\w'])|[\s*`\"').:?]+[(\[]?[A-J](?=[\s)\].,:;?]*(?:$|[A-J(]))"
 )
-_JOINED_BEFORE = re.compile(rf"[A-J]\)?(?i:{_JOINED})$")
+_JOINED_BEFORE = re.compile(rf"[A-J]\)?(?i:{_JOINED})$|\([A-J]\)[^\S\n]*\($")
 _REFUSED_BEFORE = re.compile(
-  r"(?i)(?:\b(?:not|neither|except|than)|n't)\s+(?:option\s|choice\s)?\(?$"
+  r"(?i)(?:\b(?:not|never|neither|except|besides|than|cannot|(?:\w+thing|all)\s+but)|n't)\s+(?:be\s)?"
+  r"(?:option\s|choice\s)?\(?$"
 )
 _REFUSED_AFTER = re.compile(
   r"(?i)[).*\s]*(?:is|was|are|seems|looks|must be|cannot|can't|can be)\s*"
@@ -120,4 +124,4 @@ def choice_vote(completion: str) -> str | None:
 def _letters(text: str) -> str:
   """Returns a text without mathematical marks, and with the letters of ASCII."""
   text = to_ascii(text)
-  return _MATH_MARKS.sub("", _TEXT_COMMAND.sub(r"\1", text))
+  return _MATH_MARKS.sub("", _BOLD.sub(r"\1", _TEXT_COMMAND.sub(r"\1", text)))

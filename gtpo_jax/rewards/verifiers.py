@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from gtpo_jax.rewards.code import code_correct
 from gtpo_jax.rewards.constraints.instruction_verdicts import STRICT, followed_shares
@@ -31,21 +31,9 @@ from gtpo_jax.runtime.errors import UserError, did_you_mean
 MAX_SANDBOXES = 4 * (os.cpu_count() or 1)
 
 
-class Options(Protocol):
-  """The fields of the config's reward section that verifiers read."""
-
-  math_rule: str
-  instructions: str
-  gym_answer: str
-  timeout_s: float
-  code_timeout_s: float
-  code_memory_mb: int
-  unsandboxed: bool
-
-
 @dataclass(frozen=True)
-class DefaultOptions:
-  """The defaults of these fields."""
+class Options:
+  """The fields of the config's reward section that verifiers read, with their defaults."""
 
   math_rule: str = "math"
   instructions: str = STRICT
@@ -75,34 +63,11 @@ Scorer = Callable[[Texts, Texts, Extras, Options], list[Score | None]]
 RewardPart = Callable[[Texts, Texts, Texts, Extras], list[float]]
 
 
-def _last_number(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
-  return [last_number_correct(*pair) for pair in zip(completions, answers, strict=True)]
-
-
-def _countdown(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
-  return [
-    countdown_correct(completion, extra["numbers"], int(answer))
-    for completion, answer, extra in zip(completions, answers, extras, strict=True)
+def _each(check: Callable[[str, str, Mapping[str, Any]], bool | None]) -> Verifier:
+  """Returns the verifier that checks completions one by one, with their answers and extras."""
+  return lambda completions, answers, extras, options: [
+    check(*row) for row in zip(completions, answers, extras, strict=True)
   ]
-
-
-def _forks(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
-  return [forks_correct(*pair) for pair in zip(completions, answers, strict=True)]
-
-
-def _sentence(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
-  return [
-    sentence_correct(completion, extra["topic"], extra["word"])
-    for completion, extra in zip(completions, extras, strict=True)
-  ]
-
-
-def _exact(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
-  return [exact_correct(*pair) for pair in zip(completions, answers, strict=True)]
-
-
-def _choice(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
-  return [choice_correct(*pair) for pair in zip(completions, answers, strict=True)]
 
 
 def _math(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
@@ -150,12 +115,14 @@ def _verdicts_of(scorer: Scorer) -> Verifier:
 
 # By `Problem.kind`: the function that decides whether completions are correct.
 VERIFIERS: dict[str, Verifier] = {
-  "last_number": _last_number,
-  "countdown": _countdown,
-  "forks": _forks,
-  "sentence": _sentence,
-  "exact": _exact,
-  "choice": _choice,
+  "last_number": _each(lambda text, answer, extra: last_number_correct(text, answer)),
+  "countdown": _each(
+    lambda text, answer, extra: countdown_correct(text, extra["numbers"], int(answer))
+  ),
+  "forks": _each(lambda text, answer, extra: forks_correct(text, answer)),
+  "sentence": _each(lambda text, _, extra: sentence_correct(text, extra["topic"], extra["word"])),
+  "exact": _each(lambda text, answer, extra: exact_correct(text, answer)),
+  "choice": _each(lambda text, answer, extra: choice_correct(text, answer)),
   "math": _math,
   "code": _code,
   **{kind: _verdicts_of(scorer) for kind, scorer in SCORERS.items()},
@@ -240,7 +207,7 @@ def verify(kind: str, completions: Texts, answers: Texts, extras: Extras) -> Ver
   for i, extra in enumerate(extras):
     if missing := missing_extra(kind, extra):
       raise UserError(f"extras[{i}] has no {missing}, which the kind {kind!r} needs")
-  return VERIFIERS[kind](completions, answers, extras, DefaultOptions())
+  return VERIFIERS[kind](completions, answers, extras, Options())
 
 
 def _boxed(prompts: Texts, completions: Texts, answers: Texts, extras: Extras) -> list[float]:

@@ -53,6 +53,13 @@ def environment_rules(
         "or env.agent"
       )
     return None
+  if config.resolved_algorithm.recipe.turns.turn_credit == "reward" and not dict(
+    config.reward.weighted
+  ).get("env"):
+    raise UserError(
+      "algorithm.turn_credit = 'reward' compares the environment's rewards for turns, but "
+      f"reward.parts = {config.reward.parts!r} leaves them out; add env, as in correct,env*0.5"
+    )
   rules = Environments(chat, environment, tools, section.parser, section.limits, cut)
   question = user("x")
   template = chat.template

@@ -14,6 +14,8 @@ from etils import epath
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.paths import is_remote, storage_reason
 
+MAX_CHARS = 80  # of a name or value of a file in an error message
+
 
 def safe_join(folder: Path, name: str) -> Path:
   """Returns the path of the file `name` in `folder`. If it is a link, it must stay in the folder.
@@ -32,8 +34,11 @@ def safe_join(folder: Path, name: str) -> Path:
   try:  # with pathlib, because epath does not resolve links
     home = Path(folder).resolve()
     target = Path(file).resolve()
-  except (OSError, RuntimeError) as error:  # for example links that form a cycle
+    is_other = target.exists() and not (target.is_file() or target.is_dir())
+  except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, or no name of a file
     raise UserError(f"{str(file)!r} cannot be resolved: {first_line(error)}") from error
+  if is_other:  # reading a pipe would wait for its writer
+    raise UserError(f"{str(file)!r} is not a regular file; copy its contents into one")
   cached = home.parent.name == "snapshots" and (home.parent.parent / "blobs").is_dir()
   if not target.is_relative_to(home.parent.parent if cached else home):
     raise UserError(f"{str(file)!r} is a link out of its folder; copy the file itself")
@@ -44,11 +49,12 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
   """Returns the JSON object in the file `name` of `folder`.
 
   Raises:
-    UserError: the file is missing, links out of the folder, or does not contain a JSON object.
+    UserError: the file is missing, links out of the folder, does not contain a JSON object, or
+      has a key twice in one object.
   """
   file = safe_join(folder, name)
   try:
-    values = json.loads(file.read_text(encoding="utf-8"))
+    values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
   except OSError as error:
     reason = storage_reason(error)
     raise UserError(f"cannot read {name} in {str(folder)!r} ({reason})") from error
@@ -56,6 +62,19 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     raise UserError(f"{str(file)!r} is not valid JSON: {first_line(error)}") from error
   if not isinstance(values, dict):
     raise UserError(f"{str(file)!r} holds {type(values).__name__}, not an object")
+  return values
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """Returns the pairs of a JSON object as a dict; raises ValueError if a key is there twice."""
+  values = dict(pairs)
+  if len(values) < len(pairs):
+    names = [name for name, _ in pairs]
+    twice = next(name for name in names if names.count(name) > 1)
+    both = " and ".join(repr(value)[:MAX_CHARS] for name, value in pairs if name == twice)
+    raise ValueError(
+      f"has the key {repr(twice)[:MAX_CHARS]} twice ({both[:MAX_CHARS]}); leave one out"
+    )
   return values
 
 

@@ -20,6 +20,8 @@ MAX_BODY = 16 << 20  # bytes
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_TOOLS = 128
+# Characters of JSON, of parts of a chat that are encoded before their length in tokens is known.
+MAX_TEXTS = {"messages": 1 << 21, "tools": 1 << 19, "chat_template_kwargs": 1 << 19}
 COMPLETION_TOKENS = 16  # the protocol's default for /v1/completions
 HIGHEST_TEMPERATURE = 100.0
 LARGEST_TOP_K = 2**31 - 1
@@ -384,6 +386,11 @@ def read_chat(values: Mapping[str, Any]) -> ChatRequest:
     | {name: value for name, value in x if value and name not in ("role", "content")}
     for x in body.messages
   ]
+  own = [message for message in messages if message["role"] == "assistant"]
+  for name, value in zip(MAX_TEXTS, (own, body.tools, body.chat_template_kwargs), strict=True):
+    if (size := len(json.dumps(value, ensure_ascii=False))) > MAX_TEXTS[name]:
+      of = " of the assistant" if value is own else ""
+      raise bad(f"{name}{of} have {size} characters, at most {MAX_TEXTS[name]} are read", name)
   max_tokens = body.max_completion_tokens or body.max_tokens
   sampling = body.sampling(max_tokens, body.logprobs, body.top_logprobs)
   tools = () if body.tool_choice == "none" else tuple(body.tools)

@@ -151,6 +151,8 @@ def test_what_has_no_meaning_is_refused():
     make("grpo", step_weight=2.0)
   with pytest.raises(UserError, match=r"turn_discount = 0.5 only has an effect with turn_credit ="):
     make("mt_grpo", turn_discount=0.5)
+  with pytest.raises(UserError, match=r"step_weight and algorithm.outcome_weight are both 0"):
+    make("gigpo", step_weight=0.0, outcome_weight=0.0)
   with pytest.raises(UserError, match=r"ratio = 'geometric' is the ratio of a completion"):
     make("gigpo", ratio="geometric")
   with pytest.raises(UserError, match=r"compare = 'state' needs turns that are compared"):

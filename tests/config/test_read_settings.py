@@ -174,6 +174,7 @@ def test_what_a_run_has_recorded_is_accepted_but_not_what_overrides_it():
   ("changes", "message"),
   [
     ({"sampling.stop": "ab"}, "sampling.stop is a list of strings, got 'ab'; write it in br"),
+    ({"data.chat_template_kwargs": '{"a": 1, "a": 2}'}, "has the key 'a' twice"),
     ({"data.chat_template_kwargs": '{"a": NaN}'}, "must be JSON: NaN is no value of JSON"),
     ({"reward.parts": "correct*0"}, "reward.parts = 'correct\\*0' gives every completion the rew"),
     ({"reward.parts": "correct,verifier*-1", "algorithm.name": "grpo"}, "gives every completion"),

@@ -2,9 +2,13 @@
 
 import json
 import random
+import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from gtpo_jax.data.layouts import to_problem
 from gtpo_jax.data.sources import load_records
 from gtpo_jax.python.inputs import resolve_inputs
 from gtpo_jax.rewards import check_gold, verify
@@ -209,3 +213,48 @@ def test_rows_are_the_same_only_if_all_their_columns_are():
     for other in (one, *others):
       loaded = load_records([one, other], "rows", needs=("prompt",))
       assert loaded.duplicates == (one == other), (one, other)
+
+
+TEXTS = st.lists(
+  st.from_regex(r"[a-z]{2,6}( [a-z]{2,6})?|[1-9][0-9]{0,2}", fullmatch=True),
+  min_size=2,
+  max_size=5,
+  unique=True,
+)
+
+
+@settings(derandomize=True, max_examples=400, deadline=None)
+@given(
+  TEXTS,
+  st.randoms(use_true_random=False),
+  st.sampled_from(["({}) {}", "{}. {}", "{}) {}", "{}: {}", ""]),
+  st.sampled_from(["\n", " ", ", "]),
+  st.sampled_from("A1ai"),
+  st.booleans(),
+)
+def test_the_letter_of_a_choice_is_that_of_the_prompt(texts, draw, form, between, first, shuffled):
+  """Or the row is refused: whatever the prompt lists, the right letter stands before the text."""
+  right = draw.randrange(len(texts))
+  listed = draw.sample(texts, len(texts)) if shuffled else texts
+  names = {"A": "ABCDE", "a": "abcde", "1": "12345", "i": ["i", "ii", "iii", "iv", "v"]}[first]
+  lines = between.join(form.format(name, x) for name, x in zip(names, listed, strict=False))
+  columns = {"choices": texts, "options": texts} if draw.random() < 0.2 else {"choices": texts}
+  row = {"prompt": f"Of 12 - 10 and no other, which?\n{lines}", "answer": texts[right], **columns}
+  try:
+    problem = to_problem(row, {}, "x.jsonl:1")
+  except ValueError as error:
+    assert form and (shuffled or first != "A"), error
+    return
+  assert problem.answer == "ABCDE"[right]
+  stated = rf"(?i)(?<![\w]){problem.answer}[).:] {re.escape(texts[right])}(?!\w)"
+  assert re.search(stated, problem.messages[-1]["content"]), problem
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(st.text("0123456789abc -", max_size=5), st.characters(categories=["Cc", "Co", "Cf"]))
+def test_an_answer_with_a_character_that_nobody_sees_is_refused(text, char):
+  seen = char in "\t\n\r\u200c\u200d" or "\u0600" <= char <= "\u08e2" or char > "\U00011000"
+  row = {"prompt": "q", "answer": f"1{text}{char}{text}2"}
+  if not seen:
+    with pytest.raises(ValueError, match="invisible character"):
+      to_problem(row, {}, "x.jsonl:1")

@@ -319,6 +319,15 @@ def test_folders_and_compressed_files(tmp_path):
       {"prompt": "q", "answer": "1", "images": ["a.png"]},
       "has a column 'images', which its prompt",
     ),
+    ({"prompt": "q", "answer": "A", "answerKey": "B", "choices": ["x", "y"]}, "answerKey = 'B'"),
+    ({"prompt": "q", "answer": "A", "answer_idx": 2, "choices": ["x", "y", "z"]}, "answer_idx = 2"),
+    ({"question": "q", "answer": "5", "final_answer": 6}, "has the answer '5', but final_answer ="),
+    (
+      {"prompt": "q", "answer": "5", "reward_model": {"ground_truth": "6"}},
+      "has the answer '6', but answer = '5'",
+    ),
+    ({"prompt": "q", "answer": "\ue0005"}, "has the invisible character U+E000 in its answer"),
+    ({"prompt": "q", "answer": "\xad5"}, "has the invisible character U+00AD in its answer"),
     ({"prompt": "q", "answer": "\ufeff1"}, "has the invisible character U+FEFF in its answer"),
     ({"prompt": "q", "answer": "1\u200b2"}, "has the invisible character U+200B in its answer"),
     ({"prompt": "q", "answer": "\u202e21"}, "has the invisible character U+202E in its answer"),
@@ -356,6 +365,10 @@ def test_a_malformed_row_is_skipped_up_to_the_limit_and_named(tmp_path, row, mes
     ({"text": "q", "task_id": 3, "test_list": 7}, "a test_list that is not a list of tests"),
     ({"text": "q", "task_id": 3, "test_list": None}, "a test_list that is not a list of tests"),
     ({"text": "q", "task_id": 3, "test_list": [1, 2]}, "is not text, but int"),
+    (
+      {"question": "q", "input_output": '{"inputs": ["1"], "outputs": ["1"], "outputs": ["2"]}'},
+      "has the key 'outputs' twice",
+    ),
     ({"question": "q", "input_output": "{'inputs'"}, "an input_output that is not valid JSON"),
     ({"question": "q", "input_output": '{"inputs": ["1"], "outputs": []}'}, "without lists of"),
     (

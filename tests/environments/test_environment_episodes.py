@@ -19,7 +19,7 @@ from gtpo_jax.environments.episodes import Episodes, saved_writers
 from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.environments.turns import Episode, Step, Stop, Turn
 from gtpo_jax.environments.writers import Ask, Drawn, Recorded
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.errors import FunctionError, UserError
 
 GROUP = (0, 3)
 SEED = 5
@@ -358,6 +358,54 @@ def test_what_finish_returns_is_added_at_every_end():
   assert episode.correct is False and episode.info == {"distance": 6.0, "left": 3.0}
   assert Play(State).say("x", finished=False).rewards == (0.25,)
   assert Play(State).say("11").rewards == (1.25,)
+  play = Play(State)
+  for guess in ("5", "6", "7"):
+    play.say(guess)
+  episode = play.say("x", finished=False)  # the last turn has no answer
+  assert episode.rewards == (-0.125, -0.125, -0.125, 0.25)
+  assert len(episode.turns) == len(episode.truths) == 4 and episode.reward == -0.125
+
+
+def test_an_empty_answer_is_another_state_than_the_beginning():
+  class Silent(Guess):
+    def step(self, turn):
+      return Step([{"role": "user", "content": ""}], done=turn.index == 2)
+
+  play = Play(Silent)
+  play.say("5")
+  play.say("5")
+  first, second, third = play.say("5").states
+  assert first != second == third == ""
+
+
+def test_messages_of_the_system():
+  """They are read where the template shows them, and refused where it does not."""
+
+  class Ordered(Guess):
+    def reset(self, row, seed):
+      self.number = row["number"]
+      return [{"role": "system", "content": row["begin"]}] if row["begin"] else "Guess."
+
+    def step(self, turn):
+      return Step([{"role": "system", "content": "stop"}])
+
+  row = {"number": 1, "begin": ""}
+  assert "<|im_start|>system\nstop<|im_end|>" in Play(Ordered, row=row).say("5")
+  opened = Play(Ordered, row=row | {"begin": "hot"}).opened
+  assert opened[1] == [{"role": "system", "content": "hot"}]
+  episode = Play(Ordered, row=row, name="mistral").say("5", end="</s>")
+  assert episode.stop is Stop.ENV_ERROR and "rejects this conversation" in episode.reason
+
+
+def test_one_object_for_all_episodes_ends_the_run():
+  shared = Guess()
+  episodes = Episodes(Environments(family("qwen2.5"), lambda: shared))
+  episodes.begin(GROUP, {"number": 11}, SEED, [Recorded() for _ in range(2)])
+  with pytest.raises(FunctionError, match="returned the same object for two episodes, which ends"):
+    for _ in range(100):
+      episodes.wait(0.1)
+      episodes.poll()
+  episodes.close()
 
 
 class Large:
@@ -397,6 +445,9 @@ def test_the_completions_of_a_prompt_share_what_reset_returns(capsys):
   ((_, index, episode),) = play.first
   assert index == 2 and episode.stop is Stop.ENV_ERROR
   assert "let it depend on row and seed only" in episode.reason
+  shown = capsys.readouterr().err
+  assert shown.count("let it depend on row and seed only") == 1
+  assert "have no verdict and teach nothing; env/stop counts them" in shown
   assert play.say("11", index=1).correct
 
 

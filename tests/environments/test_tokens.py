@@ -236,6 +236,21 @@ def test_templates_without_a_place_for_observations(template, role, error, tmp_p
   assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_messages_that_the_template_does_not_show_are_refused(tmp_path):
+  tokenizer = Tokenizer.from_file(str(TOKENIZER_DIR / "tokenizer.json"))
+  template = (
+    "{%- for m in messages if m.role != 'system' %}{{- m.content + '<|im_end|>' }}{%- endfor %}"
+  )
+  settings = {"eos_token": "<|im_end|>", "chat_template": template}
+  tokens = TurnTokens(load(tmp_path, tokenizer, settings, ["<|im_end|>"]), ["user"])
+  tokens.observation(user("x"), ended=True)
+  order = [{"role": "system", "content": "stop"}]
+  with pytest.raises(UserError, match="does not show messages of the role 'system' there"):
+    tokens.observation(order, ended=True)
+  with pytest.raises(UserError, match="does not show messages of the role 'system' there"):
+    tokens.check_shown(user("x"), order)
+
+
 @pytest.mark.parametrize(
   ("role", "error"), [("assistant", "use 'user' or 'tool'"), ("<|im_end|>", "which is none of")]
 )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gtpo_jax.environments.adapters.gym import from_gym
 from gtpo_jax.environments.environment import Maker, Player, checked_step
 from gtpo_jax.environments.turns import MAX_NUMBER, OWN_METRICS, Result, Step, Turn
+from gtpo_jax.runtime.errors import FunctionError
 
 FLAGS = (True, False)  # and what is equal to them
 SCALARS = (
@@ -116,7 +117,7 @@ def test_one_object_cannot_play_two_episodes_at_once():
     return shared
 
   first = player(factory)
-  with pytest.raises(ValueError, match="factory returned the same object for two episodes"):
+  with pytest.raises(FunctionError, match="factory returned the same object for two episodes"):
     player(factory)
   first.leave()
   player(factory).leave()  # one after another is fine
@@ -133,7 +134,7 @@ def test_one_object_behind_an_adapter_cannot_either():
   inner = Inner()
   first, second = (player(from_gym(lambda: inner)) for _ in range(2))
   first.reset({}, 0)
-  with pytest.raises(ValueError, match="returned the same object for two episodes"):
+  with pytest.raises(FunctionError, match="returned the same object for two episodes"):
     second.reset({}, 0)
   assert first.step(Turn("a")).info == {"info_turns": 2.0, "x": 1.0}
   first.method("close")()

@@ -275,6 +275,7 @@ def test_random_damage_to_every_log(seed, complete, run):
   ("content", "reason"),
   [
     (b"\xff\xfe", "is not valid JSON"),
+    (b'{"steps": 1, "steps": 2}', "has the key 'steps' twice (1 and 2)"),
     (DEEP.encode(), "is not valid JSON"),
     pytest.param(
       b'{"a":' * 400 + b"1" + b"}" * 400, "is not usable: unknown", marks=pytest.mark.manual
@@ -283,7 +284,7 @@ def test_random_damage_to_every_log(seed, complete, run):
     pytest.param(b"", "is not valid JSON", marks=pytest.mark.manual),
     (None, "is not a file"),
   ],
-  ids=["bytes", "deep", "nested", "list", "empty", "folder"],
+  ids=["bytes", "twice", "deep", "nested", "list", "empty", "folder"],
 )
 def test_a_damaged_config_is_refused(content, reason, complete, run):
   if content is None:

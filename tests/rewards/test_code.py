@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gtpo_jax.rewards.code import code_correct, humaneval, program_of, run_code, run_stdin
 
@@ -227,6 +229,62 @@ LIES = {
 def test_programs_that_lie_to_their_tests_fail(name):
   verdict = run_code(*LIES[name], timeout_s=30)
   assert verdict.passed is False, verdict
+
+
+BASES = {"": "", "float": "0.25", "int": "7", "str": "'q'", "list": "[7]", "dict": "{7: 7}"}
+METHODS = str.split(
+  "eq ne lt le gt ge sub rsub add radd mul truediv abs round len contains getitem iter bool float"
+  " int index hash str repr format neg mod pow divmod"
+)
+# What a test may ask of f(3), whose right value is 1.5, and that no value above fulfils.
+ASKED = st.sampled_from(
+  [
+    *("f(3) == 1.5", "1.5 == f(3)", "abs(f(3) - 1.5) < 1e-6", "round(f(3), 1) == 1.5"),
+    *("f(3) in (1.5,)", "[f(3)] == [1.5]", "{0: f(3)} == {0: 1.5}", "str(f(3)) == '1.5'"),
+    *("1.4 < f(3) < 1.6", "f(3) * 2 == 3", "not f(3) != 1.5", "float(f(3)) == 1.5"),
+    *("math.isclose(f(3), 1.5)", "sorted([f(3), 9])[0] == 1.5", "max(1.4, f(3)) == 1.5"),
+  ]
+)
+
+
+@pytest.mark.sandbox
+@settings(derandomize=True, max_examples=25, deadline=None)
+@given(
+  st.sampled_from(sorted(BASES)),
+  st.lists(st.sampled_from(METHODS), min_size=1, max_size=6, unique=True),
+  st.sampled_from(["True", "0", "1.5", "iter([1.5])", "'1.5'", "self", "args[0] if args else 1"]),
+  ASKED,
+)
+def test_a_value_that_lies_passes_no_test(base, methods, lie, check):
+  lines = "".join(f"  def __{name}__(self, *args): return {lie}\n" for name in methods)
+  program = f"class L({base}):\n{lines}def f(x): return L({BASES[base]})"
+  verdict = run_code(program, f"import math\nassert {check}", timeout_s=30)
+  assert verdict.passed is False, (program, check, verdict)
+
+
+# Tests that need the library's own function of this name to fail f, which returns [0].
+USES = {
+  "abs": "abs(f(1)[0] - 2) < 1e-6",
+  "round": "round(f(1)[0]) == 2",
+  "len": "len(f(1)) == 2",
+  "sorted": "sorted(f(1)) == [2]",
+  "all": "all(x == 2 for x in f(1))",
+  "any": "any(x == 2 for x in f(1))",
+  "map": "list(map(f, [1])) == [[2]]",
+  "isinstance": "isinstance(f(1), str)",
+  "str": "str(f(1)) == '[2]'",
+  "float": "float(f(1)[0]) == 2.0",
+  "math": "math.isclose(f(1)[0], 2)",
+}
+
+
+@pytest.mark.sandbox
+@settings(derandomize=True, max_examples=12, deadline=None)
+@given(st.sampled_from(sorted(USES)))
+def test_the_names_of_tests_are_not_the_program_s(name):
+  lie = "type('L', (), {'isclose': lambda *x: True})" if name == "math" else "lambda *x: True"
+  verdict = run_code(f"{name} = {lie}\ndef f(x): return [0]", f"assert {USES[name]}", timeout_s=30)
+  assert verdict.passed is False, (name, verdict)
 
 
 @pytest.mark.sandbox

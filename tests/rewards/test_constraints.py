@@ -16,7 +16,7 @@ from gtpo_jax.data.sources import load_records
 from gtpo_jax.rewards import Score, check_gold, score, verify
 from gtpo_jax.rewards.constraints.instruction_verdicts import followed
 from gtpo_jax.rewards.constraints.instructions import INSTRUCTIONS, LANGUAGES
-from gtpo_jax.rewards.verifiers import DefaultOptions
+from gtpo_jax.rewards.verifiers import Options
 from gtpo_jax.runtime.installing import MissingPackage
 
 GERMAN = "Das ist ein kurzer Satz über das Wetter von gestern Abend."
@@ -304,7 +304,7 @@ def test_a_regular_expression_that_hangs_is_ended_without_a_verdict():
   hangs = row("keywords:existence", keywords=["(.+)+zzz"])
   plain = row("keywords:existence", keywords=["sea"])
   texts = ["a" * 1000, "b" * 100_000 + "zzz", "the sea"]
-  options = dataclasses.replace(DefaultOptions(), timeout_s=2.0)
+  options = dataclasses.replace(Options(), timeout_s=2.0)
   found = score("constraints", texts, [""] * 3, [hangs, hangs, plain], options)
   assert found == [None, Score(True, 1.0), Score(True, 1.0)]
 

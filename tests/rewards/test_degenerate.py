@@ -19,7 +19,7 @@ from gtpo_jax.rewards.code import humaneval
 from gtpo_jax.rewards.constraints.instruction_verdicts import followed
 from gtpo_jax.rewards.constraints.instructions import INSTRUCTIONS, Instruction
 from gtpo_jax.rewards.gym.scores import answer_of
-from gtpo_jax.rewards.verifiers import DefaultOptions
+from gtpo_jax.rewards.verifiers import Options
 
 CHARS = 100_000
 LIMIT_S = 5.0  # of CPU time; a check takes milliseconds, those with NLTK up to a second
@@ -49,7 +49,7 @@ def texts(further):
 
 def verify(kind, text):
   answer, extra, *_ = KINDS[kind]
-  return VERIFIERS[kind]([text], [answer], [extra], DefaultOptions())
+  return VERIFIERS[kind]([text], [answer], [extra], Options())
 
 
 def checks(further):

@@ -4,6 +4,8 @@ import itertools
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gtpo_jax.rewards import check_gold, countdown_correct, gold_check, math_correct
 from gtpo_jax.rewards.synthetic import countdown_reaches
@@ -40,6 +42,20 @@ DEEP = "[" * 100_000
     ("code", "3", {"test_list": ["assert f()"], "test_setup_code": None, "test_imports": None}),
     ("code", "3", {"test_list": ["assert sum(10, 15) == 150"]}),
     ("code", "3", {"test_list": ["try: f()\nexcept ValueError: pass\nelse: raise TypeError"]}),
+    ("code", "3", {"test_list": ["def test(): assert f(1) == 2\ntest()"]}),
+    ("code", "3", {"test_list": ["x = f(1)\nassert x"]}),
+    ("code", "3", {"test_list": ["for x in [1]: assert f(x)", "if f(1): pass"]}),
+    ("code", "3", {"test_list": ["try: f(1)\nexcept Exception: assert f(2) == 3"]}),
+    (
+      "code",
+      "3",
+      {
+        "test_list": [
+          "import unittest\nclass T(unittest.TestCase):\n  def test_f(self):\n"
+          "    self.assertEqual(f(1), 2)\nunittest.main()"
+        ]
+      },
+    ),
     ("code", "3", {"test_list": ["import math", "assert math.isclose(f(1), 2)"]}),
     ("code", "9", {"input_output": CASES}),
     ("code", "9", {"input_output": json.dumps(CASES)}),
@@ -111,6 +127,12 @@ def test_accepted(kind, answer, extra):
       for test in (
         *("assert True", "print(f(1))", "f(1)", "assert 1 == 1", "assert f(1) == f(1)", "x = f(1)"),
         *("assert f(1) or True", "assert (f(1) == 2, 'message')", "assert not False", "pass"),
+        *("assert f", "assert lambda: f(1) == 2", "assert [f(1) == 2]", "assert {f(1) == 2}"),
+        *("try:\n  assert f(1) == 2\nexcept: pass", "if False: assert f(1) == 2"),
+        *("try: assert f(1) == 2\nexcept (ValueError, AssertionError) as e: x = e",),
+        *("for x in []: assert f(x) == 2", "while 0: assert f(1) == 2", "assert f'{f(1)}'"),
+        *("def test(): assert f(1) == 2", "assert (x for x in f(1))", "assert f(1) or [1]"),
+        *("def test():\n  return\n  assert f(1) == 2\ntest()", "assert not f(1) or not False"),
         *("assert 'f(1) == 2'", "assert len([1]) == 1; f(1)", "# assert f(1) == 2"),
       )
     ),
@@ -138,6 +160,36 @@ def test_refused(kind, answer, extra, message):
   with pytest.raises(ValueError) as caught:
     check_gold(kind, answer, extra)
   assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+CHECKS = ["f(1) == 2", "f(1)", "f(1) in (2, 3)", "not f(1)", "len(f(1)) == 2 and f(2) == 3"]
+# What keeps an assert from deciding anything.
+HOLLOW = st.sampled_from(
+  [
+    *("assert {} or True", "assert ({}, 'text')", "assert [{}]", "assert lambda: {}", "x = {}"),
+    *("if False:\n  assert {}", "for x in ():\n  assert {}", "def t():\n  assert {}", "print({})"),
+    *("try:\n  assert {}\nexcept:\n  pass", "while 0:\n  assert {}", '"""assert {}"""', "# {}"),
+    *("def u():\n  return\n  assert {}\nu()", "assert f'{{{}}}'", "assert ({0}) == ({0})"),
+    "try:\n  assert {}\nexcept Exception as e:\n  x = e",
+  ]
+)
+FIRM = st.sampled_from(
+  [
+    *("assert {}", "assert {}, 'text'", "if True:\n  assert {}", "for x in [1]:\n  assert {}"),
+    *("def v():\n  assert {}\nv()", "try:\n  assert {}\nexcept ValueError:\n  pass"),
+    *("y = {}\nassert y", "with open('x') as z:\n  assert {}", "assert True and {}"),
+    "try:\n  assert {}\nexcept AssertionError:\n  raise ValueError",
+  ]
+)
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(st.lists(HOLLOW, min_size=1, max_size=3), st.sampled_from(CHECKS), FIRM)
+def test_only_tests_that_can_fail_are_accepted(hollow, check, firm):
+  tests = [line.format(check) for line in hollow]
+  with pytest.raises(ValueError, match="tests that check nothing"):
+    check_gold("code", "1", {"test_list": tests})
+  check_gold("code", "1", {"test_list": [*tests, firm.format(check)]})
 
 
 def test_the_rule_of_dapo_has_its_own_limits():

@@ -1,6 +1,8 @@
 """Plain answers: words and codes compared as text, and letters of multiple choice."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gtpo_jax.rewards import VERIFIERS, VOTES, choice_correct, exact_correct, math_correct
 
@@ -64,6 +66,17 @@ def test_exact(completion, answer, correct):
     (r"\boxed{\text{(A) or (B)}}", "B", False),
     ("It is (A) or (B)", "B", False),
     ("It is not (B)", "B", False),
+    ("It can't be (A)", "A", False),
+    ("Answer: anything but A", "A", False),
+    ("(A) (B)", "B", False),
+    (r"\boxed{A\ B}", "B", False),
+    (r"\boxed{A,\ B}", "A", False),
+    ("Answer: A (or B)", "A", False),
+    ("Answer: A [B]", "A", False),
+    ("Answer: A, but B is also right", "A", False),
+    ("Answer: not A, but B", "B", True),
+    ("Answer: D (A and C)", "D", True),
+    ("Answer: C. Both A and B are right", "C", True),
     ("Answer: not B", "B", False),
     ("Answer: A is wrong, it is (B)", "B", True),
     ("Answer: A is wrong, it is (B)", "A", False),
@@ -83,6 +96,51 @@ def test_exact(completion, answer, correct):
 def test_choice(completion, answer, correct):
   assert choice_correct(completion, answer) is correct
   assert VERIFIERS["choice"]([completion], [answer], [{}], None) == [correct]
+
+
+LETTERS = st.permutations("ABCDEFGHIJ").map(lambda letters: letters[:2])
+FORMS = st.sampled_from(["{}", "({})", "**{}**", "\\text{{{}}}"])
+PLACES = st.sampled_from(["Answer: {}", "The answer is {}.", "\\boxed{{{}}}", "It is {}", "{}"])
+JOINED = st.sampled_from(
+  [
+    *("{} or {}", "{} and {}", "{}/{}", "{}, {}", "{}; {}", "{} & {}", "{}-{}", "{} – {}"),
+    *("{} to {}", "{} + {}", "{} as well as {}", "{} or maybe {}", "either {} or {}", "{}{}"),
+    *("both {} and {}", "neither {} nor {}", "{}, also {}", "{} vs {}", "{} oder {}", "{} then {}"),
+    *("{} together with {}", "{} (or {})", "{}或{}"),
+  ]
+)
+
+
+@settings(derandomize=True, max_examples=400, deadline=None)
+@given(LETTERS, FORMS, PLACES, JOINED)
+def test_two_letters_are_no_choice(letters, form, place, joined):
+  text = place.format(joined.format(*map(form.format, letters)))
+  assert not any(choice_correct(text, letter) for letter in letters), text
+
+
+REFUSED = st.sampled_from(
+  ["not {}", "{} is wrong", "{} is not correct", "anything but {}", "everything except {}"]
+)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(LETTERS, FORMS, PLACES, REFUSED)
+def test_a_letter_that_is_called_wrong_is_no_choice(letters, form, place, refused):
+  text = place.format(refused.format(form.format(letters[0])))
+  assert not choice_correct(text, letters[0]), text
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(
+  LETTERS,
+  FORMS,
+  st.sampled_from(["Answer: {}", "The answer is {}", "\\boxed{{{}}}", "Answer: option {}"]),
+  st.sampled_from(["", ".", " because it fits", ". {} is too small.", ", since {} is wrong"]),
+)
+def test_one_letter_is_the_choice_whatever_follows(letters, form, place, reason):
+  reason = "" if "boxed" in place else reason.format(letters[1])
+  text = place.format(form.format(letters[0])) + reason
+  assert choice_correct(text, letters[0]) and not choice_correct(text, letters[1]), text
 
 
 def test_equal_answers_vote_together():

@@ -7,7 +7,7 @@ import pytest
 
 from gtpo_jax.config.data_sections import RewardSection
 from gtpo_jax.rewards import VERIFIERS, verify
-from gtpo_jax.rewards.verifiers import DefaultOptions
+from gtpo_jax.rewards.verifiers import Options
 from gtpo_jax.runtime.errors import UserError
 
 # By kind: an answer, an extra, and a right and a wrong completion.
@@ -42,8 +42,8 @@ CASES = {
 
 def test_the_default_options_are_those_of_the_config():
   section = RewardSection()
-  for field in dataclasses.fields(DefaultOptions):
-    assert getattr(DefaultOptions(), field.name) == getattr(section, field.name), field.name
+  for field in dataclasses.fields(Options):
+    assert getattr(Options(), field.name) == getattr(section, field.name), field.name
 
 
 @pytest.mark.parametrize(

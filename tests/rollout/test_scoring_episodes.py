@@ -49,6 +49,18 @@ def test_the_environment_decides_or_else_the_verifier_of_the_last_text():
   assert completions[0].episode == episode()
 
 
+def test_rewards_of_the_environment_that_nothing_reads_are_said_once(capsys):
+  line = "the environment's rewards, such as 0.5, are not part of reward.parts = 'correct'"
+  for _ in range(2):
+    score(episode(), episode())
+    assert capsys.readouterr().err.count(line) == 1  # of each run
+  score(episode(correct=True, reward=1.0), episode(correct=False, reward=0.0))
+  score(episode(), episode(), **{"reward.parts": "correct,env"})
+  own = lambda prompts, completions, answers, extras, episodes: [True] * 2
+  score(episode(), episode(), verifier=own)
+  assert line not in capsys.readouterr().err
+
+
 def test_a_limit_of_the_model_is_wrong_and_a_fault_of_the_environment_no_verdict():
   result, _ = score(
     episode(Stop.MAX_TURNS, correct=False),

@@ -61,6 +61,14 @@ def test_settings_without_an_environment_are_refused():
     environment_rules(config, load_chat())
 
 
+def test_credit_of_rewards_that_the_run_does_not_read_is_refused():
+  parts = {"reward": {"parts": "correct"}, "algorithm": {"name": "mt_grpo"}}
+  with pytest.raises(UserError, match=r"reward.parts = 'correct' leaves them out; add env"):
+    environment_rules(freeze(parts), load_chat(), tools=[add])
+  parts["reward"]["parts"] = "correct,env*0.5"
+  environment_rules(freeze(parts), load_chat(), tools=[add])
+
+
 @pytest.mark.sandbox
 def test_python_is_a_built_in_tool():
   (schema,) = environment_rules(with_env(tools="python"), load_chat()).schemas

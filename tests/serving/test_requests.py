@@ -137,6 +137,23 @@ def test_a_body_that_is_no_object(body):
   assert caught.value.status == 400
 
 
+def test_long_parts_of_a_chat_are_refused_where_bodies_are_read():
+  said = {"role": "assistant", "content": "x" * (1 << 21)}
+  tool = {"type": "function", "function": {"name": "x", "description": "y" * (1 << 19)}}
+  call = {"function": {"name": "x", "arguments": {"a": "z" * (1 << 21)}}}
+  for values, name in (
+    ({"messages": [said]}, "messages"),
+    ({"messages": [{**said, "content": "x", "reasoning_content": said["content"]}]}, "messages"),
+    ({"messages": [{**said, "content": "x", "tool_calls": [call]}]}, "messages"),
+    (CHAT | {"tools": [tool]}, "tools"),
+    (CHAT | {"chat_template_kwargs": {"a": "x" * (1 << 19)}}, "chat_template_kwargs"),
+  ):
+    with pytest.raises(ApiError, match=rf"{name}.* have [0-9]+ characters, at most") as caught:
+      read_chat(fields(**values))
+    assert caught.value.param == name
+  read_chat(fields(messages=[{**said, "content": "x" * (1 << 20)}]))
+
+
 def test_errors_can_be_sent():
   """A name may contain half of a surrogate pair."""
   with pytest.raises(ApiError) as caught:

@@ -13,7 +13,18 @@ from typing import Any
 
 from gtpo_jax.models.config import EXPERTS, ModelConfig
 from gtpo_jax.models.families import FAMILIES, MATRICES, MULTIMODAL, NOT_COVERED, Family
-from gtpo_jax.models.hf.json_values import check_supported, flag, number, shown, size, unused_keys
+from gtpo_jax.models.hf.json_values import (
+  LARGEST_SIZES,
+  READ,
+  check_layers,
+  check_same,
+  check_supported,
+  flag,
+  number,
+  shown,
+  size,
+  unused_keys,
+)
 from gtpo_jax.models.hf.rope_json import (
   FULL,
   LINEAR,
@@ -56,6 +67,8 @@ DELTA_KEYS = (
   "linear_value_head_dim",
   "linear_conv_kernel_dim",
 )
+# The keys of families for the number of layers after which one attends to all positions.
+INTERVALS = ("sliding_window_pattern", "_sliding_window_pattern", "full_attention_interval")
 MAX_NAMES = 8  # the most keys that a line lists
 
 
@@ -148,6 +161,8 @@ def _text_values(values: dict[str, Any], path: str) -> tuple[dict[str, Any], Fam
       raise UserError(f"{path!r} has text_config = {shown(text)}; it must be an object")
     outer = ("auto_map", "tie_word_embeddings")
     outside = {key: value for key, value in values.items() if key in outer}
+    for key in (READ | LARGEST_SIZES.keys()) - {"model_type", "tie_word_embeddings"}:
+      check_same(path, {key: values.get(key), f"text_config.{key}": text.get(key)})
     values = {"model_type": MULTIMODAL[values["model_type"]]} | outside | text
   family = _family(values, path)
   given = {key: value for key, value in values.items() if value is not None or key in NULLABLE}
@@ -195,7 +210,8 @@ def _kinds(
   if family.interval_key in values:
     interval = _per_layer(values, family.interval_key, path)
   other = LINEAR if family.has_delta else SLIDING
-  of_layers = [FULL if interval and i % interval == 0 else other for i in range(1, layers + 1)]
+  every = lambda n: [FULL if n and i % n == 0 else other for i in range(1, layers + 1)]
+  of_layers = every(interval)
   given = values.get("layer_types")
   if given is not None:
     if not isinstance(given, list) or any(kind not in types for kind in map(str, given)):
@@ -211,6 +227,11 @@ def _kinds(
     if window and not family.full_interval and FULL in given:
       raise UserError(f"{path!r} has layer_types, but a sliding_window for all layers; remove one")
     of_layers = given
+  for key in INTERVALS if len(types) > 1 else ():
+    # Transformers writes the default as _sliding_window_pattern beside any list.
+    if key in values and not (key[0] == "_" and values[key] == family.full_interval):
+      stated = _per_layer(values, key, path)
+      check_layers(path, "layer_types", of_layers, f"{key} = {stated}", every(stated))
   rotates = _rotates(values, family, layers, path)
   mlps = _mlps(values, family, layers, path)
   return [
@@ -229,6 +250,11 @@ def _mlps(values: dict[str, Any], family: Family, layers: int, path: str) -> lis
   if not isinstance(dense, list) or any(type(x) is not int for x in dense):
     raise UserError(
       f"{path!r} has mlp_only_layers = {shown(dense)}; it must be a list of numbers of layers"
+    )
+  if outside := [x for x in dense if not 0 <= x < layers]:
+    raise UserError(
+      f"{path!r} has mlp_only_layers = {shown(dense)}, but num_hidden_layers = {layers}: there is "
+      f"no layer {outside[0]}, as layers count from 0"
     )
   return [EXPERTS if i not in dense and (i + 1) % step == 0 else "dense" for i in range(layers)]
 
@@ -251,17 +277,21 @@ def _rotates(values: dict[str, Any], family: Family, layers: int, path: str) -> 
   """Returns which layers rotate queries and keys; `no_rope_layers` has 1 for layers that do."""
   if not family.no_rope_interval:
     return [True] * layers
+  interval = family.no_rope_interval
+  if "no_rope_layer_interval" in values:
+    interval = _per_layer(values, "no_rope_layer_interval", path)
+  implied = [i % interval != 0 for i in range(1, layers + 1)]
   given = values.get("no_rope_layers")
   if given is None:
-    interval = family.no_rope_interval
-    if "no_rope_layer_interval" in values:
-      interval = _per_layer(values, "no_rope_layer_interval", path)
-    return [i % interval != 0 for i in range(1, layers + 1)]
-  if not isinstance(given, list) or len(given) < layers or any(x not in (0, 1) for x in given):
+    return implied
+  if not isinstance(given, list) or len(given) != layers or any(x not in (0, 1) for x in given):
     raise UserError(
-      f"{path!r} has no_rope_layers = {shown(given)}; there must be 0 or 1 for each layer"
+      f"{path!r} has no_rope_layers = {shown(given)}; there must be 0 or 1 for each of the "
+      f"{layers} layers (num_hidden_layers)"
     )
-  return [bool(x) for x in given[:layers]]
+  if interval != family.no_rope_interval:  # Transformers writes this one beside any list
+    check_layers(path, "no_rope_layers", given, f"no_rope_layer_interval = {interval}", implied)
+  return [bool(x) for x in given]
 
 
 def _per_layer(values: dict[str, Any], key: str, path: str) -> int:

@@ -78,7 +78,11 @@ def find(name: str) -> Path:
 
 
 def _checked(folder: Path, name: str) -> Path:
-  """Returns a folder, or raises UserError if it has only an adapter of PEFT."""
+  """Returns a folder; raises UserError if it has only an adapter of PEFT, or a pipe or device."""
+  with contextlib.suppress(OSError):  # what cannot be listed is refused when it is read
+    for file in sorted(folder.iterdir()):
+      if file.exists() and not (file.is_file() or file.is_dir()):  # reading it might never end
+        raise UserError(f"{str(file)!r} is not a regular file; copy its contents into one")
   if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
     raise UserError(
       f"{name!r} is an adapter of PEFT, not a model; merge it into its base model with "
@@ -135,8 +139,9 @@ def is_hf_folder(folder: Path) -> bool:
 
   A run's workdir also has a config.json, in another format.
   """
+  file = folder / "config.json"
   try:
-    values = json.loads((folder / "config.json").read_text())
+    values = json.loads(file.read_text()) if file.is_file() else None
   except (OSError, ValueError, RecursionError):
     return False
   return isinstance(values, dict) and "model_type" in values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gtpo_jax.models.families import Family
@@ -33,6 +34,8 @@ LARGEST_SIZES = {
   "linear_value_head_dim": 2**16,
   "linear_conv_kernel_dim": 2**8,
 }
+# How the names of sizes begin that only mixtures and gated delta nets have.
+OF_SOME_FAMILIES = ("num_experts", "num_local_experts", "moe_", "shared_", "decoder_", "linear_")
 
 
 def size(values: dict[str, Any], key: str, path: str, default: int | None = None) -> int:
@@ -73,6 +76,30 @@ def flag(values: dict[str, Any], key: str, path: str) -> bool:
   if value is not None and not isinstance(value, bool):
     raise UserError(f"{path!r} has {key} = {shown(value)}; it must be true or false")
   return bool(value)
+
+
+def check_same(path: str, stated: Mapping[str, Any]) -> None:
+  """Raises UserError if a file states one fact by several keys, and differently.
+
+  Args:
+    path: the file.
+    stated: the values by key; None for a key that is absent.
+  """
+  given = {key: value for key, value in stated.items() if value is not None}
+  values = list(given.values())
+  if any(value != values[0] for value in values):
+    listed = " and ".join(f"{key} = {shown(value)}" for key, value in given.items())
+    raise UserError(f"{path!r} has {listed}, which differ; keep the right one")
+
+
+def check_layers(path: str, key: str, given: Sequence[Any], rule: str, implied: Sequence) -> None:
+  """Raises UserError if a list with a value per layer differs from a rule that implies one."""
+  for layer, (value, expected) in enumerate(zip(given, implied, strict=True)):
+    if value != expected:
+      raise UserError(
+        f"{path!r} has {key}[{layer}] = {shown(value)}, but {rule} makes it {shown(expected)}; "
+        "keep the right one"
+      )
 
 
 def shown(value: Any) -> str:
@@ -126,11 +153,24 @@ _WITHOUT_EFFECT = """
   begin_suppress_tokens
 """
 WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
+# Names of settings in the config.json of other families. Nothing reads them, so they must agree.
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "act_fn", "hidden_fn")
+OTHER_NAMES = {
+  "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
+  "hidden_size": ("n_embd", "d_model"),
+  "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+  "num_key_value_heads": ("n_kv_heads", "num_kv_heads", "n_head_kv"),
+  "intermediate_size": ("n_inner", "ffn_dim"),
+  "num_experts": ("num_local_experts", "n_routed_experts"),
+  "tie_word_embeddings": ("tie_embeddings", "tie_weights"),
+  "num_experts_per_tok": ("num_experts_per_token", "moe_top_k", "moe_topk"),
+}
 
 
 def check_supported(values: dict[str, Any], family: Family, path: str) -> None:
-  """Raises UserError if a setting of `SUPPORTED`, or the activation, has another value."""
-  required = SUPPORTED | family.required | {family.activation_key: family.activation}
+  """Raises UserError if a setting has a value that is not supported, or two that differ."""
+  activations = dict.fromkeys((family.activation_key, *ACTIVATIONS), family.activation)
+  required = SUPPORTED | family.required | activations
   if not family.rope_share:
     required["partial_rotary_factor"] = 1.0
   for key, supported in required.items():
@@ -139,6 +179,8 @@ def check_supported(values: dict[str, Any], family: Family, path: str) -> None:
     if value is not None and not same:
       only = "models without it are" if supported is None else f"{supported!r} is"
       raise UserError(f"{path!r} has {key} = {shown(value)}; only {only} supported")
+  for key, others in OTHER_NAMES.items():
+    check_same(path, {name: values.get(name) for name in (key, *others)})
 
 
 def unused_keys(values: dict[str, Any], family: Family) -> list[str]:
@@ -148,5 +190,6 @@ def unused_keys(values: dict[str, Any], family: Family) -> list[str]:
     values: the contents of config.json.
     family: of the model.
   """
-  known = READ | SUPPORTED.keys() | LARGEST_SIZES.keys() | WITHOUT_EFFECT | family.known_keys
+  sizes = {key for key in LARGEST_SIZES if not key.startswith(OF_SOME_FAMILIES)}
+  known = READ | SUPPORTED.keys() | sizes | WITHOUT_EFFECT | family.known_keys
   return sorted(key for key, value in values.items() if value is not None and key not in known)

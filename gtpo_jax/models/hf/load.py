@@ -28,7 +28,7 @@ from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.families import FAMILIES
 from gtpo_jax.models.hf.config_json import describe_unused_keys, is_multimodal, read_config
 from gtpo_jax.models.hf.folder import find
-from gtpo_jax.models.hf.weights import read_hf
+from gtpo_jax.models.hf.weights import hf_tensors, read_hf
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.number_formats import quantize
 from gtpo_jax.models.params import Params, abstract_params, declared_params, scale_path
@@ -98,9 +98,19 @@ def read_params(model: Transformer, folder: Path) -> Params:
       names.append("/".join(path))
     params |= replace(path, x)
   if names:
-    raise UserError(
-      f"the weights in {str(folder)!r} contain NaN or infinity, in {', '.join(sorted(names)[:8])}"
-    )
+    listed = ", ".join(sorted(names)[:MAX_NAMES])
+    sizes = [
+      np.abs(of_text[entry.name][(slice(None),) * len(entry.shape)].astype(np.float32)).max()
+      for entry in hf_tensors(without_lora(model))
+      if "/".join(entry.path) in names
+    ]
+    if np.isfinite(sizes).all():
+      dtype = model.config.param_dtype
+      raise UserError(
+        f"the weights in {str(folder)!r} are as large as {max(sizes):g}, in {listed}, but {dtype} "
+        f"ends at {float(jnp.finfo(dtype).max):g}; read them as bfloat16 or float32"
+      )
+    raise UserError(f"the weights in {str(folder)!r} contain NaN or infinity, in {listed}")
   return unflatten_dict(params)
 
 
@@ -178,11 +188,14 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
   """Returns every tensor of a folder by name. Checks headers and index but reads no data."""
   tensors: dict[str, StoredTensor] = {}
+  unlisted: dict[str, str] = {}
   for file, indexed in _files(folder):
     header = _header(file)
     if indexed is not None and (missing := sorted(indexed - header.keys())):
       names = ", ".join(map(printable, missing[:4]))
       raise UserError(f"{INDEX} lists {names} in {file.name}, but that file does not have them")
+    if indexed is not None:
+      unlisted |= dict.fromkeys(header.keys() - indexed, file.name)
     for name, entry in header.items():
       if name in tensors:
         raise UserError(f"tensor {name!r} is in {tensors[name].file.name} and again in {file.name}")
@@ -193,6 +206,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         )
       start = entry["data_offsets"][0]
       tensors[name] = StoredTensor(file, name, tuple(entry["shape"]), entry["dtype"], start)
+  if unlisted:
+    name, holder = min(unlisted.items())
+    raise UserError(
+      f"{holder} has the tensor {printable(name)}, but {INDEX} does not list it there"
+    )
   return tensors
 
 
@@ -335,11 +353,13 @@ def split_names(names: Iterable[str]) -> Parts:
   """Separates the names of the text model's tensors from the others."""
   parts = Parts({}, [])
   for name in names:
-    prefix = next(filter(name.startswith, PREFIXES), None)
-    if prefix:
-      parts.text[PREFIXES[prefix] + name.removeprefix(prefix)] = name
-    elif name.startswith(HEAD):
-      parts.text[name] = name
-    else:
+    prefix = next(filter(name.startswith, (*PREFIXES, HEAD)), None)
+    if prefix is None:
       parts.others.append(name)
+      continue
+    plain = PREFIXES.get(prefix, prefix) + name.removeprefix(prefix)
+    if plain in parts.text:
+      both = f"{printable(parts.text[plain])} and {printable(name)}"
+      raise UserError(f"{both} are tensors of one parameter, {printable(plain)}; remove one")
+    parts.text[plain] = name
   return parts

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gtpo_jax.models.attention.rope import Linear, Llama3Scaling, RopeScaling, Yarn
 from gtpo_jax.models.families import Family
-from gtpo_jax.models.hf.json_values import number, shown, size
+from gtpo_jax.models.hf.json_values import check_same, number, shown, size
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import ABOVE_1
 from gtpo_jax.runtime.fields import SHARE as A_SHARE
@@ -90,9 +90,11 @@ def read_share(values: dict[str, Any], family: Family, path: str) -> float:
   """Returns the share of the features of a head that are rotated."""
   if not family.rope_share:
     return 1.0  # another one is refused elsewhere
-  both = [values, *(values.get(key) for key in ROPE_KEYS)]
-  stated = [x for x in both if isinstance(x, dict) and x.get(SHARE) is not None]
-  return number(stated[-1], SHARE, path, A_SHARE) if stated else family.rope_share
+  inside = {key: x for key in ROPE_KEYS if isinstance(x := values.get(key), dict)}
+  shares = {SHARE: values.get(SHARE)} | {f"{k}.{SHARE}": x.get(SHARE) for k, x in inside.items()}
+  check_same(path, shares)
+  stated = [x for x in (values, *inside.values()) if x.get(SHARE) is not None]
+  return number(stated[0], SHARE, path, A_SHARE) if stated else family.rope_share
 
 
 def read_rope(
@@ -124,6 +126,13 @@ def read_rope(
     raise UserError(f"{path!r} has several rope_theta: {', '.join(map(str, thetas))}; keep one")
   theta = thetas[0] if thetas else default
   scaling = older or newer
+  check_same(
+    path,
+    {
+      f"{'rope_scaling' if older else 'rope_parameters'}.{key}": scaling.get(key)
+      for key in ("rope_type", "type")
+    },
+  )
   kind = _kind(scaling)
   if kind not in ("default", *ROPE_TYPES):
     raise UserError(

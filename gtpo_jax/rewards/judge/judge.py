@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any
 
 from gtpo_jax.rewards.judge.grade_cache import FILE_NAME, GradeCache
 from gtpo_jax.rewards.judge.grades import Texts
 from gtpo_jax.rewards.judge.judge_settings import KEY_VARIABLE, JudgeSettings
-from gtpo_jax.rewards.judge.loop_thread import LoopThread
 from gtpo_jax.rewards.judge.questions import Questions
 from gtpo_jax.rewards.judge.replies import Failure
 from gtpo_jax.runtime.errors import JudgeError, UserError
@@ -18,6 +19,7 @@ from gtpo_jax.runtime.installing import require_package
 
 PROBE = "Reply with the word ready."  # the message with which a run checks the endpoint
 PROBE_RETRIES = 2
+CLOSE_S = 5.0  # seconds that cancelled requests may take to end
 
 
 class Judge:
@@ -39,7 +41,7 @@ class Judge:
     self._client = Client(settings)
     self._cache = GradeCache()
     self._questions = Questions(settings, self._client, self._cache)
-    self._thread = LoopThread("gtpo judge", self._client.close)
+    self._thread = _LoopThread("gtpo judge", self._client.close)
 
   def use_cache(self, folder: Path) -> None:
     """Keeps grades in a folder, and takes what it has already; see `GradeCache.open`."""
@@ -124,3 +126,58 @@ class Judge:
     """Cancels what is under way and ends the thread; replies so far are in the cache."""
     self._thread.close()
     self._cache.close()
+
+
+class _LoopThread:
+  """Runs coroutines on a thread of its own, which starts with the first of them.
+
+  `at_end` is called on its loop, after everything there has been cancelled.
+  """
+
+  def __init__(self, name: str, at_end: Callable[[], Awaitable[None]]):
+    self._name = name
+    self._at_end = at_end
+    self._lock = threading.Lock()
+    self._loop: asyncio.AbstractEventLoop | None = None
+    self._thread: threading.Thread | None = None
+    self._closed = False
+
+  def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Returns what a coroutine returns."""
+    with self._lock:
+      if self._closed:
+        coroutine.close()
+        raise JudgeError("the judge was closed")
+      if self._loop is None:
+        self._loop = asyncio.new_event_loop()
+        # A daemon, so that a request cannot keep the program from ending.
+        self._thread = threading.Thread(
+          target=self._run, args=(self._loop,), name=self._name, daemon=True
+        )
+        self._thread.start()
+      future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    return future.result()
+
+  def close(self) -> None:
+    """Cancels what is under way and ends the thread."""
+    with self._lock:
+      self._closed = True
+      loop, self._loop = self._loop, None
+    if loop:
+      loop.call_soon_threadsafe(loop.stop)
+      self._thread.join(CLOSE_S)
+
+  def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+      loop.run_forever()
+      loop.run_until_complete(self._cancel_all())
+    finally:
+      loop.close()
+
+  async def _cancel_all(self) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await self._at_end()

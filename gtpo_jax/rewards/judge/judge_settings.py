@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from gtpo_jax.rewards.judge.grades import parse_scale
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import SHARE, Bound, Checked, at_least, number, setting
+from gtpo_jax.runtime.files import unique_keys
 
 MAX_QUESTIONS = 20
 SECONDS = number(lambda x: 0 < x <= 86_400, "above 0 and at most 86400 (a day)")
@@ -189,13 +190,15 @@ class JudgeSettings(Checked):
       UserError: it is not a JSON object.
     """
     try:
-      fields = json.loads(self.request or "{}")
-    except ValueError:
+      fields = json.loads(self.request or "{}", object_pairs_hook=unique_keys)
+      reason = ""
+    except ValueError as error:
       fields = None
+      reason = f" ({error})"
     if not isinstance(fields, dict):
       raise UserError(
         f"{self.prefix}request must be a JSON object, such as "
-        f'\'{{"reasoning_effort": "low"}}\', got {self.request!r}'
+        f'\'{{"reasoning_effort": "low"}}\', got {self.request!r}{reason}'
       )
     return fields
 

@@ -4,32 +4,10 @@ from __future__ import annotations
 
 import re
 
-from gtpo_jax.rewards.languages import CHANGING_PARTS, FOREIGN, SCALED_UNITS, SCALES, to_ascii
-from gtpo_jax.rewards.math.units import FOREIGN_UNITS, UNIT_STARTS, is_unit
+from gtpo_jax.rewards.languages import CHARACTERS, FOREIGN, SCALES, UNITS, to_ascii
 
 # Replacements of single characters, after those of `to_ascii`.
-_CHARACTERS = str.maketrans(
-  {
-    "×": "\\times ",
-    "·": "\\cdot ",
-    "⋅": "\\cdot ",
-    "÷": "/",
-    "∞": "\\infty ",
-    "π": "\\pi ",
-    "°": "",
-    "≤": "\\le ",
-    "≥": "\\ge ",
-    "∪": "\\cup ",
-    "∩": "\\cap ",
-    "∈": "\\in ",
-    "±": "\\pm ",
-    "≈": "=",
-    "`": "",
-    **dict.fromkeys("€£¥₹￥₽₩₺₫"),  # None deletes the character
-    "和": " and ",
-    "或": " or ",
-  }
-)
+_CHARACTERS = str.maketrans(CHARACTERS["latex"])
 TEXT_COMMAND = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)"
 _HEDGE = r"(?:approximately|approx\.?|about|around|roughly|exactly|USD|EUR)"
 _REWRITES = [
@@ -63,24 +41,23 @@ _UNIT = re.compile(
   r"([A-Za-z]+)\.?\s*(?:\^\s*\{?-?[23]\}?)?$"
 )
 _UNIT_WINDOW = 60  # maximum characters of a unit; bounds the search
-_SHORT_UNITS = frozenset(
-  str.split(
-    "mm cm dm km ft yd mi mg kg lb oz ml mL cl dl kW kWh MW GW kJ kN Pa kPa Hz kHz MHz GHz sec hr "
-    "mph kph kmh am pm rad deg usd USD EUR GBP nm mol KB MB GB TB yr yrs hrs secs mins"
-  )
+_ENGLISH_UNITS = frozenset(UNITS["english"])
+_SCALE_AT_END = re.compile(rf"(?i)(?<![a-z])(?:{'|'.join(SCALES)})s?$")
+# A letter after a sum, unless it is in a formula; $2k + 1$ is one.
+_MONEY = re.compile(
+  r"(?:\\?\$|[€£])\s?(\d[\d.,]*)\s?([kKmMbB])n?(?![\w^$+*/=-])(?!\s*[-+*/=^]|[^$\n]*\$)"
 )
-_LETTER_UNITS = frozenset("mgshlLJNWVK")
-# Words after a number that change its value, so they are not units.
-MEANINGFUL_WORDS = frozenset(
-  str.split(
-    "sqrt half third thirds quarter quarters fourth fourths fifth fifths dozen dozens hundred "
-    "thousand million billion trillion factorial squared cubed infinity union and or"
-  )
-)
+MEANINGFUL_WORDS = frozenset(UNITS["meaningful"])  # after a number; they are no units
 # A word with a letter of another script, or with an accent, after a number or a space.
 _FOREIGN_WORD = re.compile(rf"(?<=[\d)}}% ])[A-Za-z]*[{FOREIGN}][A-Za-z{FOREIGN}]*\.?$")
 _NO_SPACES = re.compile("[\u1100-\u11ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]")
 SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two digits: 7 2 is not 72
+
+
+def spell_scales(text: str) -> str:
+  """Returns a text with the letters of sums of money as words: $2k is 2 thousand."""
+  name = {"k": "thousand", "m": "million", "b": "billion"}
+  return _MONEY.sub(lambda match: f"{match[1]} {name[match[2].lower()]}", text)
 
 
 def clean(text: str) -> str:
@@ -90,7 +67,7 @@ def clean(text: str) -> str:
   degree signs, a leading word such as "about" and a final full stop are removed; \\dfrac and √
   become \\frac and \\sqrt.
   """
-  text = to_ascii(text).translate(_CHARACTERS)
+  text = to_ascii(spell_scales(text)).translate(_CHARACTERS)
   for pattern, replacement in _REWRITES:
     text = pattern.sub(replacement, text)
   return text.lstrip(" *_:;,").rstrip(" .,;:*_")
@@ -101,44 +78,39 @@ def strip_units(text: str) -> str:
 
   A word that is no known unit stays, because it could change the number.
   """
-  text = _strip_foreign_units(text)
+  while not text.isascii() and (
+    match := _FOREIGN_WORD.search(text, max(0, len(text) - _UNIT_WINDOW))
+  ):
+    word = match[0].rstrip(".").casefold()
+    kept = _kept_of_unit(word)
+    if kept == word or not re.search(r"\d|\\", text[: match.start()]):
+      break
+    text = (text[: match.start()] + kept).rstrip()
   while match := _UNIT.search(text, max(0, len(text) - _UNIT_WINDOW)):
     word = match[1]
     rest = text[: match.start()].rstrip()
     # 5 m and 60 km/h have a unit, but 5m may be a product.
-    is_letter = word in _LETTER_UNITS and not match[0].startswith(word)
-    is_known = is_letter or word in _SHORT_UNITS or is_unit(word)
-    if not is_known or scale_of(word) or not re.search(r"\d|\\", rest):
+    is_letter = word in UNITS["letters"] and not match[0].startswith(word)
+    is_known = is_letter or word in UNITS["symbols"] or _is_unit(word.lower())
+    if not is_known or _SCALE_AT_END.search(text) or not re.search(r"\d|\\", rest):
       break
     text = rest
   return text
 
 
-def scale_of(word: str) -> object:
-  """Returns the number by which a word multiplies the one before it, or None."""
-  word = word.lower()
-  return SCALES.get(word) or SCALES.get(word.removesuffix("s"))
-
-
-def _strip_foreign_units(text: str) -> str:
-  if text.isascii():
-    return text
-  while match := _FOREIGN_WORD.search(text, max(0, len(text) - _UNIT_WINDOW)):
-    rest = text[: match.start()]
-    kept = _kept_of_unit(match[0].rstrip(".").casefold())
-    if not re.search(r"\d|\\", rest) or kept == match[0].rstrip(".").casefold():
-      break
-    text = (rest + kept).rstrip()
-  return text
+def _is_unit(word: str) -> bool:
+  """Returns whether a word of ASCII is a unit, in the singular or the plural."""
+  forms = (word, word.removesuffix("s"), word.removesuffix("es"), f"{word.removesuffix('ies')}y")
+  return not _ENGLISH_UNITS.isdisjoint(forms[: 4 if word.endswith("ies") else 3])
 
 
 def _kept_of_unit(word: str) -> str:
   """Returns what changes the number before a word: all of it, its start as in 万元, or nothing."""
   if not _NO_SPACES.match(word):
-    return "" if word in FOREIGN_UNITS else word
-  sizes = () if word.startswith(SCALED_UNITS) else (3, 2, 1)
+    return "" if word in UNITS["foreign"] else word
+  sizes = () if word.startswith(UNITS["scaled"]) else (3, 2, 1)
   scale = next((word[:size] for size in sizes if word[:size] in SCALES), "")
   unit = word.removeprefix(scale)
-  start = next((start for start in UNIT_STARTS if unit.startswith(start)), "")
-  changes = any(part in unit.removeprefix(start) for part in CHANGING_PARTS)
+  start = next((start for start in UNITS["starts"] if unit.startswith(start)), "")
+  changes = any(part in unit.removeprefix(start) for part in UNITS["changing"])
   return word if changes or (unit and not start) else scale

@@ -66,7 +66,7 @@ _REPEATING = re.compile(
   re.ASCII,
 )
 # Digits with a base, as in 101_2 and 1F_{16}.
-_BASED = re.compile(r"\(?([0-9][0-9A-Fa-f]*)\)?(?:_|_\{| base )(\d{1,2}|[a-z]{3,8})\}?")
+_BASED = re.compile(r"\(?([0-9][0-9A-Fa-f]*)\)?(?:_|_\{| base )\(?(\d{1,2}|[a-z]{3,8})\)?\}?")
 _HEX = re.compile(r"-?0[xX][0-9a-fA-F]+")
 # Numbers with only spaces between them. math-verify would read a product: 1 0 2 as 0.
 _ROW = re.compile(r"[-+]?\d+(?:\.\d+)?(?: [-+]?\d+(?:\.\d+)?)+", re.ASCII)

@@ -25,10 +25,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gtpo_jax.rewards.finding import after_thinking
+from gtpo_jax.rewards.finding import after_thinking, last_match
 from gtpo_jax.rewards.languages import FOREIGN
 from gtpo_jax.rewards.math.arithmetic import CLOSE, MAX_DEPTH, OPEN
-from gtpo_jax.rewards.math.dapo import dapo_correct
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract, gold_answer
 from gtpo_jax.rewards.math.normalize import SPACE, clean
 from gtpo_jax.rewards.math.values import Composite, Number, read, same
@@ -137,9 +136,12 @@ _EQUATION = re.compile(r"(?=.*[A-Za-z])[^=<>,;]+=[^=<>,;]+")
 _UNREAD = re.compile(
   r"(?<![\\A-Za-z{])(?!(?:sqrt|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|arc[a-z]+|lim|det|gcd|lcm|cup|cap"
   r"|and|or)(?![a-z]))[^\W\d_]{2,}"
-  rf"|[{FOREIGN}]|(?<=\d)(?:and|or)\b|\b(?:and|or)$|[\u2150-\u218b\u2460-\u249b\u2776-\u2793\u3220-\u33ff]"
+  rf"|[{FOREIGN}]|(?<=\d)(?:and|or)\b|(?<=\d)(?:'| e (?=\d))|\b(?:and|or)$"
+  r"|[\u2150-\u218b\u2460-\u249b\u2776-\u2793\u3220-\u33ff]"
   r"|[^\W\d_a-zA-Z\u0370-\u03ff]"
 )
+# A number and a letter that is a unit, as in 900m and 5m/s; gold answers may mean a product.
+_GLUED = re.compile(r"(-?[\d.,]+) ?[mghslLJNVW](?: ?/ ?[a-z]+)?")
 _RELATION = re.compile(r"[<>≠]|\\(?:l|g|n)(?:e|eq|t|eqslant)(?![a-z])|\\not(?![a-z])|!=")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOICE_FIRST = re.compile(r"\(?([A-J])(?:[.):]|\)?$)")
@@ -171,6 +173,8 @@ def compare(gold: str, answer: str) -> bool | Undecided | None:
     return False
   if isinstance(gold_value, Composite) and gold_value.kind == "base" and answer.isdigit():
     return answer == gold_value.items[0]  # a problem that names the base may leave it out
+  if isinstance(gold_value, Number) and (glued := _GLUED.fullmatch(answer)):
+    answer, answer_value = read(glued[1])
   if gold_value is not None and answer_value is not None:
     verdict = same(gold_value, answer_value)
     if verdict is not None:
@@ -219,3 +223,59 @@ def _depth(text: str) -> int:
     depth += (character in OPEN) - (character in CLOSE)
     deepest = max(deepest, depth)
   return deepest
+
+
+# DAPO's own verifier, for faithful comparisons, as in verl's `math_dapo`.
+
+SEARCHED_CHARS = 300  # at the end of a completion; an answer before them is not found
+
+_DAPO_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+_WITHOUT_ANSWER = "[INVALID]"
+_REMOVED_WORDS = str.split(
+  "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits "
+  "cents degrees cm gm pounds meters meals edges students childrentickets multiples \\text{s} "
+  "\\text{.}"
+)
+_REMOVED_TEXT = (
+  *("\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}"),
+  *("^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+_REPLACEMENTS = (  # in this order
+  *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+  *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
+  *((text, "") for text in (*_REMOVED_WORDS, *_REMOVED_TEXT)),
+)
+_REWRITES = [
+  (re.compile(pattern), replacement)
+  for pattern, replacement in (
+    (r".*?\$(.*?)\$.*", r"$\1$"),
+    (r"\\text\{(.*?)\}", r"\1"),
+    (r"\\textbf\{(.*?)\}", r"\1"),
+    (r"\\overline\{(.*?)\}", r"\1"),
+    (r"\\boxed\{(.*)\}", r"\1"),
+    (r"frac([^{])(.)", r"frac{\1}{\2}"),
+    (r"sqrt([^{])", r"sqrt{\1}"),
+  )
+]
+
+
+def dapo_correct(completion: str, gold: str) -> bool | None:
+  """Returns whether the last `Answer:` line equals `gold` as a normalised string.
+
+  Returns None if gold is empty or longer than MAX_CHARS characters.
+  """
+  if not gold.strip() or len(gold) > MAX_CHARS:
+    return None
+  match = last_match(_DAPO_ANSWER, completion[-SEARCHED_CHARS:])
+  return _normalized(match[1] if match else _WITHOUT_ANSWER) == _normalized(gold)
+
+
+def _normalized(text: str) -> str:
+  text = text.split("=")[-1]
+  for old, new in _REPLACEMENTS:
+    text = text.replace(old, new)
+  for pattern, replacement in _REWRITES:
+    text = pattern.sub(replacement, text)
+  text = text.replace("$", "")
+  digits = text.replace(",", "")
+  return (digits if digits.isdigit() else text).strip()

@@ -184,7 +184,19 @@ class RewardManager:
     terms = {}
     tallies = []
     if episodes:
-      tallies.append(episode_tallies([episode for row in episodes for episode in row]))
+      played = [episode for row in episodes for episode in row]
+      tallies.append(episode_tallies(played))
+      own = self._verifier or self._functions  # functions may read the episodes' rewards
+      if not own and "env" not in dict(section.weighted):
+        says_more = [
+          x for x in played if x.scored and x.reward not in (0.0, float(bool(x.correct)))
+        ]
+        if says_more:
+          self._call.show_once(
+            "rewards of the environment",
+            f"the environment's rewards, such as {says_more[0].reward:g}, are not part of "
+            f"reward.parts = {section.parts!r}, which counts only `correct`; add env",
+          )
     if self.grader.has_judge:
       tallies += [Tallies.mean("judge/grade", grades), Tallies(*self.grader.take_metrics())]
     for name, weight in section.weighted:

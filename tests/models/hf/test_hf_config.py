@@ -141,11 +141,16 @@ def test_sizes_that_are_not_those_of_the_tensors_are_named(folder):
     (config(model_type="gemma3_text", attn_logit_softcapping=50.0), "attn_logit_softcapping = 50"),
     (config(model_type="gemma3_text", use_bidirectional_attention=True), "bidirectional_attention"),
     (
-      config(model_type="gemma3_text", rope_parameters={"rope_type": "default"}),
+      config(model_type="gemma3_text", hidden_act=None, rope_parameters={"rope_type": "default"}),
       "for full_attenti",
     ),
-    (config(model_type="gemma3_text", rope_parameters=None, sliding_window_pattern=0), "from 1"),
-    (config(model_type="smollm3", no_rope_layers=[1]), "there must be 0 or 1 for each layer"),
+    (
+      config(
+        model_type="gemma3_text", hidden_act=None, rope_parameters=None, sliding_window_pattern=0
+      ),
+      "from 1",
+    ),
+    (config(model_type="smollm3", no_rope_layers=[1]), "there must be 0 or 1 for each of the 2"),
     (config(model_type="llama"), "not of this architecture"),  # the folder has biases
     (config(model_type=None), "has model_type None"),
     (config(model_type="mixtral", num_local_experts=8), "'mixtral'; other mixtures of experts are"),

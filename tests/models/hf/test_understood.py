@@ -76,14 +76,15 @@ def test_every_setting_of_transformers_is_known():
 
 
 def test_what_is_not_used_is_named_once(shards, capfd):
-  edit_json(shards / "config.json", logit_scale=2.0, mlp_bias=True, unknown=None, use_cache=False)
+  changes = {"logit_scale": 2.0, "mlp_bias": True, "num_experts": 8}
+  edit_json(shards / "config.json", **changes, unknown=None, use_cache=False)
   stale = sorted(shards.glob("*.safetensors"))[0]
   shutil.copy(stale, shards / "stale.safetensors")
   for _ in range(2):
     load(shards, "float32")
-  config = f"gtpo: {str(shards / 'config.json')!r} has 2 key(s) that are not used"
+  config = f"gtpo: {str(shards / 'config.json')!r} has 3 key(s) that are not used"
   assert capfd.readouterr().err.splitlines() == [
-    f"{config}: logit_scale, mlp_bias",
+    f"{config}: logit_scale, mlp_bias, num_experts",
     f"gtpo: {str(shards)!r} has 1 file(s) that model.safetensors.index.json does not list: "
     "stale.safetensors",
   ]

@@ -40,6 +40,7 @@ HERE = {"base_url": "http://localhost:8000/v1", "model": "m"}
     ({"retries": -1}, "retries must be from 0 to 100, got -1"),
     ({"temperature": 2.5}, "temperature must be from 0 to 2, got 2.5"),
     ({"request": "[1]"}, "request must be a JSON object, such as '{\"reasoning_effort"),
+    ({"request": '{"a": 1, "a": 2}'}, "(has the key 'a' twice (1 and 2); leave one out)"),
     ({"request": "{"}, "request must be a JSON object"),
     ({"model": ""}, "base_url = 'http://localhost:8000/v1' needs reward.judge.model too"),
     ({"base_url": ""}, "model = 'm' needs reward.judge.base_url too"),
