@@ -192,7 +192,7 @@ def _add_tinker(parser: _Parser) -> None:
     type=_path,
     help="a folder for saved weights and the database; the same command again resumes",
   )
-  _add_server(parser, "GTPO_TINKER_KEY", queue=4096)
+  _add_server(parser, "GTPO_TINKER_KEY", queue=4096, name="its path or hub id")
   parser.add_argument(
     "--max_rank", type=int, default=128, help="the highest rank of adapters (default: 128)"
   )
@@ -210,16 +210,16 @@ def _add_tinker(parser: _Parser) -> None:
   )
 
 
-def _add_server(parser: _Parser, secret: str, queue: int) -> None:
+def _add_server(
+  parser: _Parser, secret: str, queue: int, name: str = "the name of its folder"
+) -> None:
   parser.add_argument(
     "--host",
     default="127.0.0.1",
     help=f"the address; one that others reach needs {secret} (default: 127.0.0.1)",
   )
   parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-  parser.add_argument(
-    "--name", default="", help="what clients call the model (default: the name of its folder)"
-  )
+  parser.add_argument("--name", default="", help=f"what clients call the model (default: {name})")
   parser.add_argument(
     "--max_prompt_tokens",
     type=int,

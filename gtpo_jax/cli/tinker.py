@@ -39,7 +39,7 @@ class TinkerOptions(NamedTuple):
     workdir: where the database and saved weights are.
     host: the address.
     port: 0 for a free one.
-    name: what clients call the model; "" for the name of its folder.
+    name: what clients call the model; "" for the path of its folder, or its hub id.
     queue: the samples that may wait.
     max_rank: the highest rank of adapters.
     models: how many models may be trained at once.
@@ -83,7 +83,9 @@ class OpenedTinker:
     worker, _, read = find_served(options.model, None, options.limits)
     if worker.model_folder is None:
       raise UserError(f"{str(options.model)!r} is the workdir of a run; export it first")
-    name = options.name or model_name(str(options.model))
+    source = base_model(str(options.model))
+    # A client reads the tokenizer of this name, so it is one that works in every folder.
+    name = options.name or (model_name(source) if "://" in source else source)
     worker.chat.tokenizer.name_or_path = name  # messages contain it
     self.workdir = options.workdir
     if (options.workdir / OLD_JOURNAL).exists():
@@ -100,7 +102,7 @@ class OpenedTinker:
       options.models,
       self._store.snapshot_seq,
     )
-    self.base = ServedBase(name, worker, read()[0], base_model(str(options.model)))
+    self.base = ServedBase(name, worker, read()[0], source)
     self._generator = Generator(worker.engine, None, options.queue, chunk_s=None)
     policies = Policies(self.base, self._store, options.policies)
     self._models = ModelsInTraining(self.base, self._ledger, self._store, options.models)
@@ -157,6 +159,6 @@ def serve(options: TinkerOptions, say: Callable[[str], None]) -> None:
     opened = OpenedTinker(options, secret)
     dtype = opened.base.worker.model.config.compute_dtype
     say(f"computing in {dtype}; tested with the client tinker {CLIENT_VERSION}")
-    say(f"{opened.base.name!r} at TINKER_BASE_URL=http://{address} (Ctrl-C stops)")
+    say(f"base_model={opened.base.name!r} at TINKER_BASE_URL=http://{address} (Ctrl-C stops)")
     asyncio.run(run_server(make_server(opened.app), listener))
     opened.close()

@@ -108,11 +108,10 @@ async def read_body(request: Request, most: int = MAX_BODY, whole: bool = True) 
   """
   body = bytearray()
   async for part in request.stream():
-    body += part
-    if len(body) > most and whole:
-      raise ApiError(413, f"the body is over the limit of {most} bytes")
-    if len(body) > most:
-      break
+    if len(body) <= most:  # the rest is dropped: a client reads no answer before it has sent all
+      body += part
+  if len(body) > most and whole:
+    raise ApiError(413, f"the body is over the limit of {most} bytes")
   return bytes(body)
 
 

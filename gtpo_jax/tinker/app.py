@@ -331,7 +331,7 @@ class TinkerApp:
     return JSONResponse(
       {
         "type": "get_info",
-        "model_data": data | {"tokenizer_id": spec.base_model},
+        "model_data": data | {"tokenizer_id": self._base.tokenizer_of(spec.base_model)},
         "model_id": name,
         "is_lora": bool(spec.rank),
         "lora_rank": spec.rank or None,
@@ -368,7 +368,9 @@ class TinkerApp:
     name = http.path_params["id"]
     source = self._source(owner_of(http), name)
     path = f"tinker://{source['run']}/{source['kind']}/{source['name']}" if source["run"] else None
-    return JSONResponse({"sampler_id": name, "base_model": source["model"], "model_path": path})
+    # A client that has only the path of weights reads the tokenizer of this name.
+    base = self._base.tokenizer_of(source["model"])
+    return JSONResponse({"sampler_id": name, "base_model": base, "model_path": path})
 
   async def _asample(self, http: HttpRequest) -> Response:
     owner = owner_of(http)

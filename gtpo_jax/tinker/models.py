@@ -88,13 +88,17 @@ class ServedBase(NamedTuple):
     return self.worker.model.config.max_length
 
   def is_called(self, name: Any) -> bool:
-    """Whether a client means this model: by its name, or by its folder."""
-    if name in (self.name, self.source):
+    """Whether a client means this model: by its name, its folder, or the folder's name."""
+    if name in (self.name, self.source, os.path.basename(self.source)):
       return True
     try:
       return os.path.samefile(name, self.worker.model_folder)
     except (OSError, ValueError, TypeError):
       return False
+
+  def tokenizer_of(self, name: str) -> str:
+    """Returns where a client that calls the model by a name finds its tokenizer."""
+    return name if "/" in name else os.path.abspath(self.worker.model_folder)
 
   def model(self, spec: Spec) -> Transformer:
     """Returns the architecture with a client's adapters."""

@@ -1,6 +1,8 @@
 """The official client against a server: training, sampling, checkpoints, credit, refusals."""
 
+import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +55,23 @@ def learn(training, steps=1, rate=1e-2):
 def sample(client, count=1, seed=None, tokens=8):
   params = types.SamplingParams(max_tokens=tokens, seed=seed)
   return client.sample(types.ModelInput.from_ints(PROMPT), count, params).result().sequences
+
+
+def test_the_first_sample_of_the_guide(server, model, capsys):
+  page = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text()
+  (block,) = re.findall(r"```python\n(import tinker\n.*?)```", page, re.DOTALL)
+  ours = {"http://127.0.0.1:8123": server[0], "SmolLM2-135M-Instruct": model.name}
+  for name, value in ours.items():
+    assert name in block
+    block = block.replace(name, value)
+  exec(block, names := {})
+  assert capsys.readouterr().out.strip()
+  assert names["tokenizer"].name_or_path == str(model)
+  path = names["training"].save_weights_for_sampler("named").result().path
+  sampler = names["service"].create_sampling_client(model_path=path)
+  assert sampler.get_tokenizer().name_or_path == str(model)
+  holder = names["service"].holder
+  holder.run_coroutine_threadsafe(holder.aclose()).result(10)
 
 
 def test_a_model_learns_and_goes_on_from_its_checkpoint(service, server):
