@@ -24,11 +24,9 @@ class ApiError(Exception):
 
   def body(self) -> dict[str, Any]:
     """Returns the error object."""
-    # Half of a surrogate pair, which JSON may contain, cannot be sent.
-    message, param = (x and x.encode(errors="replace").decode() for x in (self.message, self.param))
     kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
     kind = kinds.get(self.status, "invalid_request_error")
-    error = {"message": message, "type": kind, "param": param, "code": self.code}
+    error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
     return {"error": error}
 
 

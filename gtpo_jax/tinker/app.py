@@ -254,6 +254,8 @@ class TinkerApp:
       raise bad(f"rank {rank} is over this server's limit of {self._max_rank}; lower it", "rank")
     if rank and not (lora.train_mlp or lora.train_attn):
       raise bad("adapters of the head alone are not supported; set train_attn or train_mlp")
+    if lora and not rank and not (lora.train_mlp and lora.train_attn):
+      raise bad("rank 0 trains all weights, so train_mlp and train_attn must be true; set a rank")
     seed = lora.seed if lora and lora.seed is not None else self._ledger.seed_for(name, 0)
     flags = (lora.train_mlp, lora.train_attn) if lora else (True, True)
     spec = Spec(given.base_model, rank, seed, *flags, given.user_metadata)
@@ -268,16 +270,18 @@ class TinkerApp:
       )
     if given.base_model is not None:
       self._check_base(given.base_model)
+    new = (given.session_id, given.model_seq_id)
+    known = (given.model_id, given.seq_id)
+    if None in (new if known == (None, None) else known) or (*new, *known).count(None) != 2:
+      raise bad("load_weights needs either model_id and seq_id, or session_id and model_seq_id")
+    if given.user_metadata and given.model_id:
+      raise bad("user_metadata belong to new models; leave them out", "user_metadata")
     saved = self._store.find(owner, given.path)
-    if given.session_id is not None:
-      if given.model_seq_id is None or given.model_id is not None or given.seq_id is not None:
-        raise bad("session_id needs model_seq_id, and neither model_id nor seq_id", "session_id")
-      name = self._new_name(owner, given.session_id, given.model_seq_id)
-      spec = dataclasses.replace(Spec(**saved.about["spec"]), metadata=given.user_metadata)
-      return Submission(LOAD, name, 0, body), spec
-    if given.model_id is None or given.seq_id is None or given.model_seq_id is not None:
-      raise bad("load_weights needs model_id and seq_id, or session_id and model_seq_id")
-    return Submission(LOAD, self._model(owner, given.model_id), given.seq_id, body), None
+    if given.model_id is not None:
+      return Submission(LOAD, self._model(owner, given.model_id), given.seq_id, body), None
+    name = self._new_name(owner, *new)
+    spec = dataclasses.replace(Spec(**saved.about["spec"]), metadata=given.user_metadata)
+    return Submission(LOAD, name, 0, body), spec
 
   def _new_name(self, owner: str, session: str, number: int) -> str:
     """Returns the id of a model that a session gets."""

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gtpo_jax.algorithms.objectives import ObjectiveInputs, clip_ratio, clip_weight
 from gtpo_jax.algorithms.ratios import RATIOS
@@ -33,6 +34,7 @@ LOW = "clip_low_threshold"
 HIGH = "clip_high_threshold"
 BETA = "beta"
 RATIO_MASK = "sequence_ratio_mask"
+LARGEST = float(np.finfo(np.float32).max)
 # The settings of each loss, with their defaults.
 SETTINGS: dict[str, dict[str, float]] = {
   "cross_entropy": {},
@@ -159,8 +161,8 @@ def make_loss(name: str, config: Mapping[str, float | str]) -> Loss:
     if key not in settings:
       known = ", ".join(settings) or "none"
       raise bad(f"{name} has no setting {shown(key)}{did_you_mean(key, settings)}; it has {known}")
-    if isinstance(value, str) or not 0 <= value < float("inf"):
-      raise bad(f"{key} must be a number of at least 0, got {shown(value)}", key)
+    if isinstance(value, str) or not 0 <= value <= LARGEST:
+      raise bad(f"{key} must be a number from 0 to {LARGEST:g}, got {shown(value)}", key)
     settings[key] = float(value)
   low, high = settings.get(LOW, 0.0), settings.get(HIGH, 0.0)
   if low > high:
