@@ -23,8 +23,8 @@ from gtpo_jax.rollout.policies import open_policy
 from gtpo_jax.runtime.errors import RunError, UserError, first_line
 from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.runtime.files import read_json
-from gtpo_jax.tinker.models import ServedBase, Spec
-from gtpo_jax.tinker.saved_weights import ABOUT, Saved
+from gtpo_jax.tinker.models import ServedBase
+from gtpo_jax.tinker.saved_weights import ABOUT, read_saved
 
 ADAPTER = "adapter_config.json"
 HUB_NAME = r"[\w.-]+/[\w.-]+"
@@ -163,15 +163,17 @@ def upload(folder: Path, name: str) -> str:
 
 def _export_saved(folder: Path, out: Path, dtype: str | None) -> str:
   """Writes the adapters in a folder of `gtpo tinker`, merged into their base model."""
-  about = read_json(folder, ABOUT)
+  saved = read_saved(folder, expired=True)
+  if saved is None:
+    raise UserError(f"{str(folder / ABOUT)!r} is damaged; export other weights")
   source = str(read_json(folder, ADAPTER)["base_model_name_or_path"])
   worker, _, params, _ = open_policy(Path(source), None)
   base = ServedBase(source, worker, params, source)
-  spec = Spec(**about["spec"])
+  spec = saved.about.spec
   model = base.model(spec)
   save(
     model,
-    combine(base.read(spec, Saved(folder, about)), params),
+    combine(base.read(spec, saved), params),
     worker.chat.tokenizer,
     out,
     dtype=dtype,

@@ -38,7 +38,7 @@ from gtpo_jax.tinker.bodies import (
 )
 from gtpo_jax.tinker.entropy_credit import recorded
 from gtpo_jax.tinker.ledger import CREATE, LOAD, REFUSED, SAMPLE, Ledger
-from gtpo_jax.tinker.models import ServedBase, Spec
+from gtpo_jax.tinker.models import ServedBase
 from gtpo_jax.tinker.operations import (
   FORWARD_BACKWARD,
   OPTIM_STEP,
@@ -47,7 +47,7 @@ from gtpo_jax.tinker.operations import (
   read_loss,
 )
 from gtpo_jax.tinker.sampler import Sampler
-from gtpo_jax.tinker.saved_weights import Saved, Store, describe_run
+from gtpo_jax.tinker.saved_weights import Saved, Spec, Store, describe_run
 from gtpo_jax.tinker.wire import ERROR, PROTO, Submission, parse_batch, refusal
 
 PREFIX = "/api/v1/"
@@ -280,7 +280,7 @@ class TinkerApp:
     if given.model_id is not None:
       return Submission(LOAD, self._model(owner, given.model_id), given.seq_id, body), None
     name = self._new_name(owner, *new)
-    spec = dataclasses.replace(Spec(**saved.about["spec"]), metadata=given.user_metadata)
+    spec = dataclasses.replace(saved.about.spec, metadata=given.user_metadata)
     return Submission(LOAD, name, 0, body), spec
 
   def _new_name(self, owner: str, session: str, number: int) -> str:
@@ -355,8 +355,8 @@ class TinkerApp:
     source = {"run": "", "kind": "", "name": "", "live": False, "model": body.base_model}
     if body.model_path is not None:
       saved = self._store.find(owner, body.model_path)
-      source |= {"run": saved.about["run"], "kind": saved.folder.parent.name}
-      source |= {"name": saved.folder.name, "model": saved.about["spec"]["base_model"]}
+      source |= {"run": saved.about.run, "kind": saved.folder.parent.name}
+      source |= {"name": saved.folder.name, "model": saved.about.spec.base_model}
     await asyncio.to_thread(self._ledger.number_session, session.id)
     await asyncio.to_thread(self._ledger.add_sampler, name, source)
     return JSONResponse({"sampling_session_id": name, "type": "create_sampling_session"})
@@ -415,15 +415,15 @@ class TinkerApp:
 
   async def _weights_info(self, http: HttpRequest) -> Response:
     body = checked(PathBody, await _fields(http))
-    spec = self._store.find(owner_of(http), body.tinker_path).about["spec"]
+    spec = self._store.find(owner_of(http), body.tinker_path).about.spec
     return JSONResponse(
       {
-        "base_model": spec["base_model"],
-        "is_lora": bool(spec["rank"]),
-        "lora_rank": spec["rank"] or None,
+        "base_model": spec.base_model,
+        "is_lora": bool(spec.rank),
+        "lora_rank": spec.rank or None,
         "train_unembed": False,
-        "train_mlp": spec["train_mlp"],
-        "train_attn": spec["train_attn"],
+        "train_mlp": spec.train_mlp,
+        "train_attn": spec.train_attn,
       }
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -23,43 +22,17 @@ from gtpo_jax.models.lora import add_lora, combine, merge_lora, partition
 from gtpo_jax.models.params import Params, abstract_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import batch_shards, shard_batch
 from gtpo_jax.runtime.paths import storage_path
 from gtpo_jax.serving.api_errors import bad
 from gtpo_jax.tinker.datum_batches import divide, loss_begins
 from gtpo_jax.tinker.losses import Loss
-from gtpo_jax.tinker.saved_weights import ABOUT, ARRAYS, Saved, arrays_of, tree_of
+from gtpo_jax.tinker.saved_weights import ABOUT, ARRAYS, About, Saved, Spec, arrays_of, tree_of
 from gtpo_jax.tinker.training_programs import StepSettings, all_finite, make_programs
 from gtpo_jax.tinker.wire import Datum
 
-ATTENTION = ("q", "k", "v", "o")
-MLP = ("gate", "up", "down")
 MAX_SEED = 2**32
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-  """What a client has asked a model to be.
-
-  Attributes:
-    base_model: the name that the client uses.
-    rank: of the adapters; 0 for all weights.
-    seed: of the adapters' random matrices.
-    train_mlp, train_attn: which matrices have adapters.
-    metadata: the client's own.
-  """
-
-  base_model: str
-  rank: int
-  seed: int = 0
-  train_mlp: bool = True
-  train_attn: bool = True
-  metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-  @property
-  def targets(self) -> tuple[str, ...]:
-    """The matrices that have adapters."""
-    return ATTENTION * self.train_attn + MLP * self.train_mlp
 
 
 class ServedBase(NamedTuple):
@@ -119,14 +92,17 @@ class ServedBase(NamedTuple):
     """Returns the trained weights in a folder.
 
     Raises:
-      ApiError: they are damaged, or not finite.
+      ApiError: they are damaged, not finite, or of another base model.
     """
     model = self.model(spec)
     arrays = saved.arrays()
-    if any(name.startswith("params/") for name in arrays):
-      found = tree_of(arrays, "params", partition(model, abstract_params(model))[0])
-    else:
-      found = read_params(model, saved.folder)
+    try:
+      if any(name.startswith("params/") for name in arrays):
+        found = tree_of(arrays, "params", partition(model, abstract_params(model))[0])
+      else:
+        found = read_params(model, saved.folder)
+    except (KeyError, ValueError, UserError):
+      raise bad(f"{saved.path} does not fit this server's base model; load others") from None
     if not all_finite(found):
       raise bad(f"{saved.path} has weights that are not finite; load others")
     return found
@@ -268,9 +244,8 @@ class TrainedModel:
       trees["optimizer"] = self._opt_state
       if self._grads is not None:
         trees["gradient"] = self._grads
-    spec = dataclasses.asdict(self.spec)
-    note = json.dumps({**about, "spec": spec, "created": time.time()}, indent=2) + "\n"
-    files = {ABOUT: note, ARRAYS: arrays_of(**trees)}
+    note = About(**about, spec=self.spec, created=time.time()).model_dump_json(indent=2)
+    files = {ABOUT: note + "\n", ARRAYS: arrays_of(**trees)}
     params = combine(self._trained, self._frozen)
     worker = self._base.worker
     if not export:

@@ -8,7 +8,7 @@ import time
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.tinker.ledger import RETRY_S, Ledger
-from gtpo_jax.tinker.models import ServedBase, Spec, TrainedModel
+from gtpo_jax.tinker.models import ServedBase, TrainedModel
 from gtpo_jax.tinker.saved_weights import STATE, Store
 
 
@@ -45,7 +45,7 @@ class ModelsInTraining:
       saved = self._store.snapshot(name)
       if saved is None:
         raise bad("the model was not created")
-      self._models[name] = TrainedModel(self._base, Spec(**saved.about["spec"]), saved)
+      self._models[name] = TrainedModel(self._base, saved.about.spec, saved)
     return self._models[name]
 
   def forget_gone(self) -> None:

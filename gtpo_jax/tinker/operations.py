@@ -19,9 +19,9 @@ from gtpo_jax.tinker.bodies import LoadBody, SaveBody, SaveForSamplerBody, StepB
 from gtpo_jax.tinker.entropy_credit import shape, split_credit
 from gtpo_jax.tinker.ledger import CREATE, LOAD, REFUSED, Ledger
 from gtpo_jax.tinker.losses import Loss, make_loss
-from gtpo_jax.tinker.models import ServedBase, Spec, TrainedModel
+from gtpo_jax.tinker.models import ServedBase, TrainedModel
 from gtpo_jax.tinker.models_in_training import ModelsInTraining
-from gtpo_jax.tinker.saved_weights import EPHEMERAL, KINDS, SAMPLER, TRAINING, Store, read_saved
+from gtpo_jax.tinker.saved_weights import EPHEMERAL, SAMPLER, TRAINING, Spec, Store, read_saved
 from gtpo_jax.tinker.training_programs import StepSettings
 from gtpo_jax.tinker.wire import (
   ERROR,
@@ -87,7 +87,7 @@ class Operations:
         self._models.make_space(full=not spec.rank)
         self._models.add(request.target, TrainedModel(self._base, spec, saved, body.optimizer))
       else:
-        spec = Spec(**saved.about["spec"])
+        spec = saved.about.spec
         self._models.get(request.target).load(spec, saved, body.optimizer)
       # What was read may change, so its effect is saved before the client hears of it.
       self._models.snapshot_surely(request.target, request.seq)
@@ -135,11 +135,11 @@ class Operations:
     run = request.target
     folder = self._store.folder(run, kind, name or f"{EPHEMERAL}{request.seq}")
     if saved := read_saved(folder):
-      if saved.about["seq"] == request.seq:
+      if saved.about.seq == request.seq:
         return saved.path  # written by a process that was killed before it could say so
       if not body.overwrite:
         raise bad(f"{saved.path} exists; give another name, or overwrite=True", "path")
-    about = {"run": run, "owner": self._ledger.owner(run), "kind": KINDS[kind], "seq": request.seq}
+    about = {"run": run, "owner": self._ledger.owner(run), "seq": request.seq}
     about["metadata"] = body.user_metadata
     if body.ttl_seconds:
       about["expires"] = time.time() + body.ttl_seconds

@@ -22,8 +22,8 @@ from gtpo_jax.serving.outputs import Part, new_search
 from gtpo_jax.serving.requests import parse_object
 from gtpo_jax.tinker.bodies import SamplingRequest
 from gtpo_jax.tinker.ledger import Ledger
-from gtpo_jax.tinker.models import ServedBase, Spec
-from gtpo_jax.tinker.saved_weights import Store, read_saved
+from gtpo_jax.tinker.models import ServedBase
+from gtpo_jax.tinker.saved_weights import Spec, Store, read_saved
 from gtpo_jax.tinker.wire import (
   ERROR,
   MISSING,
@@ -61,11 +61,11 @@ class Policies:
       saved = read_saved(self._store.of_sampler(source))
       if saved is None:
         raise ApiError(410, "the weights of this sampler are gone; save them again")
-      name = f"{saved.folder} {saved.about['created']}"
+      name = f"{saved.folder} {saved.about.created}"
     if name not in self._kept:
       while len(self._kept) >= self._most:
         self._kept.popitem(last=False)  # first, so that there is memory
-      spec = Spec(**saved.about["spec"]) if saved else Spec("", 0)
+      spec = saved.about.spec if saved else Spec("", 0)
       trained = self._base.read(spec, saved) if saved else None
       self._kept[name] = self._base.layout(spec, trained)
     self._kept.move_to_end(name)

@@ -6,22 +6,21 @@ that it has the arrays of training and who owns it. It appears with all its file
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import datetime
 import hashlib
-import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 import safetensors.numpy
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from gtpo_jax.models.hf.folder import MANIFEST
 from gtpo_jax.serving.api_errors import ApiError, bad
@@ -34,7 +33,60 @@ ARRAYS = "training.arrays"  # safetensors; by that name it would be part of the 
 OLD = ".old"  # ends the names of weights that others are about to replace
 EPHEMERAL = "~"  # begins the names of weights that clients know only by their sampler
 KEPT_EPHEMERAL = 16  # of a run
+LATEST = 253_402_300_800  # seconds from 1970 to the year 10000
+ATTENTION = ("q", "k", "v", "o")
+MLP = ("gate", "up", "down")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,127}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """What a client has asked a model to be.
+
+  Attributes:
+    base_model: the name that the client uses.
+    rank: of the adapters; 0 for all weights.
+    seed: of the adapters' random matrices.
+    train_mlp, train_attn: which matrices have adapters.
+    metadata: the client's own.
+  """
+
+  base_model: str
+  rank: int
+  seed: int = 0
+  train_mlp: bool = True
+  train_attn: bool = True
+  metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def targets(self) -> tuple[str, ...]:
+    """The matrices that have adapters."""
+    return ATTENTION * self.train_attn + MLP * self.train_mlp
+
+
+_Time = Annotated[float, Field(ge=0, lt=LATEST)]
+
+
+class About(BaseModel):
+  """What is noted beside weights.
+
+  Attributes:
+    run: the model that they are from.
+    owner: the client.
+    spec: what the client has asked that model to be.
+    created: when, in seconds since 1970.
+    seq: the number of the request that has saved them.
+    metadata: the client's own.
+    expires: when they are deleted; None for never.
+  """
+
+  run: str
+  owner: str
+  spec: Spec
+  created: _Time
+  seq: int = -1
+  metadata: dict[str, str] | None = None
+  expires: _Time | None = None
 
 
 class Saved(NamedTuple):
@@ -42,16 +94,16 @@ class Saved(NamedTuple):
 
   Attributes:
     folder: where they are.
-    about: who owns them, and the specification of the model.
+    about: whose they are.
   """
 
   folder: Path
-  about: dict[str, Any]
+  about: About
 
   @property
   def path(self) -> str:
     """The name that clients use."""
-    return f"tinker://{self.about['run']}/{self.folder.parent.name}/{self.folder.name}"
+    return f"tinker://{self.about.run}/{self.folder.parent.name}/{self.folder.name}"
 
   def arrays(self) -> dict[str, np.ndarray]:
     """Returns the arrays of training by name; what was bfloat16 is float32.
@@ -81,33 +133,27 @@ class Saved(NamedTuple):
     return {
       "checkpoint_id": f"{self.folder.parent.name}/{self.folder.name}",
       "checkpoint_type": KINDS[self.folder.parent.name],
-      "time": _time(about["created"]),
+      "time": _time(about.created),
       "tinker_path": self.path,
       "size_bytes": sum(file.stat().st_size for file in self.folder.iterdir()),
       "public": False,
-      "user_metadata": about.get("metadata"),
-      "expires_at": _time(about.get("expires")),
+      "user_metadata": about.metadata,
+      "expires_at": _time(about.expires),
     }
 
 
-class _About(BaseModel):
-  """The fields of `ABOUT` that every folder has."""
+def read_saved(folder: Path, expired: bool = False) -> Saved | None:
+  """Returns the weights in a folder; None if there are none, or it does not say whose.
 
-  run: str
-  owner: str
-  created: float
-  spec: dict[str, Any]
-  expires: float | None = None
-
-
-def read_saved(folder: Path) -> Saved | None:
-  """Returns the weights in a folder; None if there are none, they expired, or say not whose."""
+  Args:
+    folder: the folder.
+    expired: whether to return expired ones too.
+  """
   try:
-    about = json.loads((folder / ABOUT).read_text())
-    end = _About.model_validate(about).expires
-  except (OSError, ValueError, RecursionError):
+    about = About.model_validate_json((folder / ABOUT).read_bytes())
+  except (OSError, ValueError):
     return None
-  return None if end and end < time.time() else Saved(folder, about)
+  return Saved(folder, about) if expired or (about.expires or np.inf) > time.time() else None
 
 
 class Store:
@@ -137,33 +183,29 @@ class Store:
     right = len(parts) == 3 and parts[1] in KINDS and NAME.fullmatch(parts[2])
     if right and NAME.fullmatch(parts[0].replace(":", "-")):
       saved = read_saved(self.folder(*parts))
-      if saved and saved.about["owner"] == owner and saved.about["run"] == parts[0]:
+      if saved and (saved.about.owner, saved.about.run) == (owner, parts[0]):
         return saved
     raise ApiError(404, f"there are no weights {shown(path)}")
 
   def runs(self, owner: str) -> dict[str, list[Saved]]:
     """Returns the weights that a client has named, by run, the oldest first."""
     found: dict[str, list[Saved]] = {}
-    for saved in self._all():
-      if saved.about["owner"] == owner and saved.folder.parent.name in KINDS:
-        named = found.setdefault(saved.about["run"], [])
-        if not saved.folder.name.startswith(EPHEMERAL):
+    for folder in sorted(self._root.glob("*/*/[!.]*")):
+      saved = read_saved(folder) if folder.parent.name in KINDS else None
+      if saved and saved.about.owner == owner:
+        named = found.setdefault(saved.about.run, [])
+        if not folder.name.startswith(EPHEMERAL):
           named.append(saved)
     for named in found.values():
-      named.sort(key=lambda x: x.about["created"])
+      named.sort(key=lambda x: x.about.created)
     return found
-
-  def _all(self) -> Iterator[Saved]:
-    for folder in sorted(self._root.glob("*/*/*")):
-      if not folder.name.startswith(".") and (saved := read_saved(folder)):
-        yield saved
 
   def expire(self) -> None:
     """Deletes the weights whose time is over."""
-    for file in self._root.glob(f"*/*/*/{ABOUT}"):
-      with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        if (json.loads(file.read_text()).get("expires") or np.inf) < time.time():
-          shutil.rmtree(file.parent)
+    for folder in self._root.glob("*/*/*"):
+      saved = read_saved(folder, expired=True)
+      if saved and (saved.about.expires or np.inf) < time.time():
+        shutil.rmtree(folder, ignore_errors=True)
 
   def replace(self, new: Path, folder: Path) -> None:
     """Puts weights that are written whole in the place of older ones, of the same name."""
@@ -177,8 +219,7 @@ class Store:
     """Returns the folder of the weights that a sampler samples from; for live ones the newest."""
     folder = self.folder(source["run"], source["kind"], source["name"])
     if source["live"]:
-      number = lambda x: int(x.name.removeprefix(EPHEMERAL))
-      return max(folder.parent.glob(f"{EPHEMERAL}[0-9]*"), key=number, default=folder)
+      return max(_numbered(folder.parent, EPHEMERAL).items(), default=(0, folder))[1]
     return folder
 
   def snapshot(self, run: str) -> Saved | None:
@@ -187,27 +228,31 @@ class Store:
     Raises:
       ApiError: it is damaged.
     """
-    states = (self._root / run.replace(":", "-") / STATE).glob("[0-9]*")
-    newest = max(states, key=lambda folder: int(folder.name), default=None)
-    if newest and (saved := read_saved(newest)) is None:
+    states = _numbered(self._root / run.replace(":", "-") / STATE)
+    if not states:
+      return None
+    saved = read_saved(states[max(states)])
+    if saved is None:
       raise bad(f"the state of {run} is damaged; make a new model, from saved weights for example")
-    return newest and saved
+    return saved
 
   def snapshot_seq(self, run: str) -> int:
     """Returns the number of the last request whose effect is in `snapshot`; -1 for none."""
-    states = (self._root / run.replace(":", "-") / STATE).glob("[0-9]*")
-    return max((int(folder.name) for folder in states), default=-1)
+    return max(_numbered(self._root / run.replace(":", "-") / STATE), default=-1)
 
   def tidy(self, run: str, newest: int) -> None:
     """Deletes the states of a model before the newest, and weights that no sampler needs."""
     root = self._root / run.replace(":", "-")
-    for folder in (root / STATE).glob("[0-9]*"):
-      if int(folder.name) < newest:
-        shutil.rmtree(folder)
-    seq = lambda folder: int(folder.name.removeprefix(EPHEMERAL))
-    unnamed = sorted((root / SAMPLER).glob(f"{EPHEMERAL}[0-9]*"), key=seq)
-    for folder in unnamed[:-KEPT_EPHEMERAL]:
+    old = [folder for seq, folder in _numbered(root / STATE).items() if seq < newest]
+    old += [x for _, x in sorted(_numbered(root / SAMPLER, EPHEMERAL).items())[:-KEPT_EPHEMERAL]]
+    for folder in old:
       shutil.rmtree(folder)
+
+
+def _numbered(root: Path, start: str = "") -> dict[int, Path]:
+  """Returns the folders whose names are numbers after `start`."""
+  named = ((x.name.removeprefix(start), x) for x in root.glob(f"{start}[0-9]*"))
+  return {int(number): folder for number, folder in named if number.isdecimal()}
 
 
 def _time(seconds: float | None) -> str | None:
@@ -218,19 +263,18 @@ def _time(seconds: float | None) -> str | None:
 
 def describe_run(run: str, saved: list[Saved]) -> dict[str, Any]:
   """Returns what the protocol says of a training run with saved weights, the oldest first."""
-  last = {kind: [x for x in saved if x.about["kind"] == kind] for kind in KINDS.values()}
-  newest = lambda kind: last[kind][-1].describe() if last[kind] else None
-  spec = saved[-1].about["spec"]
+  last = {x.folder.parent.name: x.describe() for x in saved}
+  spec = saved[-1].about.spec
   return {
     "training_run_id": run,
-    "base_model": spec["base_model"],
+    "base_model": spec.base_model,
     "model_owner": "you",
-    "is_lora": bool(spec["rank"]),
-    "lora_rank": spec["rank"] or None,
-    "last_request_time": _time(saved[-1].about["created"]),
-    "last_checkpoint": newest("training"),
-    "last_sampler_checkpoint": newest("sampler"),
-    "user_metadata": spec.get("metadata"),
+    "is_lora": bool(spec.rank),
+    "lora_rank": spec.rank or None,
+    "last_request_time": _time(saved[-1].about.created),
+    "last_checkpoint": last.get(TRAINING),
+    "last_sampler_checkpoint": last.get(SAMPLER),
+    "user_metadata": spec.metadata,
   }
 
 
