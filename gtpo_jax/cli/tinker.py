@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +30,7 @@ from gtpo_jax.tinker.trainer import Trainer
 KEY_VARIABLE = "GTPO_TINKER_KEY"
 LEDGER = "ledger.sqlite"
 OLD_JOURNAL = "journal"
-SAMPLES, SAMPLE_BYTES = 64, 1 << 20  # of a file that tells models apart
+BASE = "base.json"  # what `_identity` has found
 
 
 class TinkerOptions(NamedTuple):
@@ -96,7 +98,7 @@ class OpenedTinker:
     self._store = Store(options.workdir)
     self._ledger = Ledger(
       options.workdir / LEDGER,
-      _identity(worker.model_folder),
+      _identity(worker.model_folder, options.workdir / BASE),
       options.seed,
       options.queue,
       options.models,
@@ -130,16 +132,22 @@ class OpenedTinker:
     self._ledger.close_file()
 
 
-def _identity(folder: Path) -> str:
-  """Returns a digest of a model's config and weights: all of small files, samples of large ones."""
+def _identity(folder: Path, known: Path) -> str:
+  """Returns a digest of a model's config and weights; `known` has it while no file has changed."""
+  files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+  stats = [(str(x.resolve()), (stat := x.stat()).st_size, stat.st_mtime_ns) for x in files]
+  stamp = json.dumps(stats)
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    values = json.loads(known.read_text())
+    if values["files"] == stamp:
+      return str(values["digest"])
   digest = hashlib.sha256()
-  for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-    size = file.stat().st_size
-    digest.update(f"{file.name} {size}\n".encode())
+  for file in files:
     with file.open("rb") as opened:
-      for place in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
-        opened.seek(place)
-        digest.update(opened.read(SAMPLE_BYTES))
+      digest.update(hashlib.file_digest(opened, "sha256").digest())
+  with contextlib.suppress(OSError):
+    known.parent.mkdir(parents=True, exist_ok=True)
+    known.write_text(json.dumps({"files": stamp, "digest": digest.hexdigest()}))
   return digest.hexdigest()
 
 

@@ -17,13 +17,14 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import secrets
 import sqlite3
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,6 +47,7 @@ MAX_AHEAD = 4096  # numbers by which a request may be ahead of its model's next 
 MOST_RESULTS = 100_000  # that are kept, the newest ones
 MOST_RESULT_BYTES = 512 << 20  # of them
 GONE_S = 600  # without a sign of life, a session's models may give up their places
+DROPPED_S = 86_400.0  # after which a session without a sign of life is ended
 RETRY_S = 1.0  # until a full disk may have space again
 SAMPLE, REFUSED = "asample", "refused"
 CREATE, LOAD = "create_model", "load_weights"
@@ -69,13 +71,7 @@ CREATE INDEX IF NOT EXISTS result_sessions ON results (session);
 """
 _SUBMISSION = """op, target, seq, body, drawn, digest FROM requests JOIN bodies
   ON requests.id = bodies.id"""
-_BELONG = (
-  "models",
-  "samplers",
-  "requests",
-  "bodies",
-  "results",
-)  # tables of what belongs to a session
+_BELONG = ("models", "samplers", "requests", "bodies", "results")  # to a session
 
 
 class Ledger:
@@ -84,6 +80,9 @@ class Ledger:
   Attributes:
     changed: the lock; threads that wait for work are woken up.
     closed: whether the server ends.
+    next: by model, the number of the request that is carried out next.
+    snapshots: by model, the number of the last request whose effect is saved.
+    ended: the models whose sessions are over, until their files are deleted.
   """
 
   def __init__(
@@ -114,7 +113,6 @@ class Ledger:
     self._seed = seed
     self._most_samples = most_samples
     self._events: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
-    self._seen: dict[str, float] = {}  # when each session was last heard of
     self._lock_file = _lock(file.with_suffix(".lock"))
     self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
     try:
@@ -133,8 +131,11 @@ class Ledger:
     rows = self._db.execute(f"SELECT id FROM requests WHERE {unanswered} ORDER BY rowid", [SAMPLE])
     self._untaken = collections.deque(name for (name,) in rows)
     self._open_samples = set(self._untaken)
-    self.next: dict[str, int] = {}  # the numbers of the requests that are carried out next
-    self.snapshots: dict[str, int] = {}  # of the last requests whose effects are saved
+    rows = self._db.execute("SELECT id FROM sessions")
+    self._seen = {name: time.monotonic() for (name,) in rows}  # when a session was last heard of
+    self.next: dict[str, int] = {}
+    self.snapshots: dict[str, int] = {}
+    self.ended: collections.deque[str] = collections.deque()
     for (name,) in self._db.execute("SELECT id FROM models ORDER BY rowid").fetchall():
       self.snapshots[name] = snapshot_of(name)
       # A load is saved before it has a result.
@@ -142,6 +143,7 @@ class Ledger:
       self.next[name] = self.snapshots[name] + (self.snapshots[name] < 0 or self._answered(last))
 
   def _open(self) -> None:
+    self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # so that it needs no shared memory
     self._db.execute("PRAGMA journal_mode = WAL")
     self._db.execute("PRAGMA synchronous = FULL")
     self._db.execute("PRAGMA journal_size_limit = 67108864")
@@ -161,21 +163,33 @@ class Ledger:
         f"{str(file)!r} is damaged; restore a copy, or name another --workdir (saved weights are "
         "in its folder runs)"
       )
-    known = self._one("SELECT value FROM about WHERE id = 'identity'")
-    if known is None:
-      with self._transaction():
-        self._insert("about", id="identity", value=identity)
-    elif known[0] != identity:
+    # SQLite drops the end of its log, from the first damaged place on, without a word.
+    self._commits = int(self._about("commits") or 0)
+    self._lock_file.seek(0)
+    acknowledged = self._lock_file.read()
+    if acknowledged.isdigit() and self._commits < int(acknowledged):
+      raise UserError(
+        f"{str(file)!r} has {self._commits} of {int(acknowledged)} changes; restore it with its "
+        f"-wal file, or accept the loss by deleting {self._lock_file.name!r}"
+      )
+    known = self._about("identity") or identity
+    if known != identity:
       raise UserError(
         f"{str(file.parent)!r} was begun with another base model; name that one, or another "
         "--workdir"
       )
-    models = self._one("SELECT count(*) FROM models")[0]
-    if models > most_models:
+    failed = "SELECT id FROM results WHERE kind = ?"
+    query = f"SELECT count(*) FROM models WHERE id || ':0' NOT IN ({failed})"
+    models = self._one(query, ERROR)[0]
+    # With as many as before, a model that is one too many is refused in its turn.
+    if most_models < models and most_models < int(self._about("models") or 0):
       raise UserError(
         f"{str(file.parent)!r} has {models} models in training, over --models={most_models}; start "
         f"with at least --models={models}"
       )
+    with self._transaction():
+      self._insert("about", id="identity", value=identity)
+      self._insert("about", id="models", value=str(most_models))
 
   def close(self) -> None:
     """Ends the work."""
@@ -194,6 +208,10 @@ class Ledger:
   def _one(self, query: str, *values: Any) -> Any:
     return self._db.execute(query, values).fetchone()
 
+  def _about(self, name: str) -> str | None:
+    row = self._one("SELECT value FROM about WHERE id = ?", name)
+    return row and row[0]
+
   def _count_result_bytes(self) -> None:
     self._result_bytes = self._one("SELECT total(length(body)) FROM results")[0]
 
@@ -201,7 +219,9 @@ class Ledger:
     values["checksum"] = _checksum(values)
     names = ", ".join(values)
     places = ", ".join("?" * len(values))
-    self._db.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", [*values.values()])
+    self._db.execute(
+      f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({places})", [*values.values()]
+    )
 
   @contextlib.contextmanager
   def _transaction(self) -> Iterator[None]:
@@ -214,7 +234,11 @@ class Ledger:
       try:
         self._db.execute("BEGIN IMMEDIATE")
         yield
+        self._insert("about", id="commits", value=str(self._commits + 1))
         self._db.execute("COMMIT")
+        self._commits += 1
+        with contextlib.suppress(OSError):
+          os.pwrite(self._lock_file.fileno(), b"%020d" % self._commits, 0)
       except BaseException as error:
         if self._db.in_transaction:
           self._db.execute("ROLLBACK")
@@ -228,6 +252,7 @@ class Ledger:
   def open_session(self, owner: str) -> str:
     """Begins a session of the client with a key; returns its id."""
     name = secrets.token_hex(8)
+    self.drop_silent(list(self._seen), DROPPED_S)
     with self._transaction():
       self._insert("sessions", id=name, owner=owner, number=-1)
     self._seen[name] = time.monotonic()
@@ -236,16 +261,12 @@ class Ledger:
   def number_session(self, name: str) -> None:
     """Numbers a session that gets a model or a sampler. One that is never used has no number."""
     with self.changed:
-      if self._session(name).number >= 0:
-        return
-      with self._transaction():
-        last = self._one("SELECT value FROM about WHERE id = 'sessions'")
-        number = int(last[0]) if last else 0
-        owner = self._session(name).owner
-        self._db.execute("DELETE FROM sessions WHERE id = ?", [name])
-        self._insert("sessions", id=name, owner=owner, number=number)
-        self._db.execute("DELETE FROM about WHERE id = 'sessions'")
-        self._insert("about", id="sessions", value=str(number + 1))
+      session = self._session(name)
+      if session.number < 0:
+        with self._transaction():
+          number = int(self._about("sessions") or 0)
+          self._insert("sessions", id=name, owner=session.owner, number=number)
+          self._insert("about", id="sessions", value=str(number + 1))
 
   def _session(self, name: str) -> ClientSession | None:
     """Returns the session of a model, a sampler or a request."""
@@ -275,6 +296,7 @@ class Ledger:
       self._count_result_bytes()
     with self.changed:
       theirs = lambda name: name.split(":")[0] == session.id
+      self.ended.extend(filter(theirs, self.next))
       for named in (self.next, self.snapshots, self._seen):
         for name in [x for x in named if theirs(x)]:
           del named[name]
@@ -282,11 +304,17 @@ class Ledger:
       for name in [x for x in self._events if theirs(x)]:
         self._wake(name)
 
-  def drop_silent(self) -> None:
-    """Ends the sessions with models whose clients have not been heard of for long."""
-    for name in {model.split(":")[0] for model in self.next}:
-      if time.monotonic() - self._seen.setdefault(name, time.monotonic()) > GONE_S:
-        self.finish_session(self._session(name).owner, name)
+  def drop_silent(self, sessions: Iterable[str], seconds: float) -> None:
+    """Ends those of some sessions whose clients have not been heard of for so long."""
+    for name in sessions:
+      if time.monotonic() - self._seen.get(name, time.monotonic()) > seconds:
+        self.finish_session(self.owner(name), name)
+
+  def created(self) -> list[str]:
+    """Returns the models that were made, and whose sessions are not over."""
+    made = "SELECT models.id FROM models JOIN results ON results.id = models.id || ':0'"
+    with self.changed:
+      return [name for (name,) in self._db.execute(f"{made} WHERE kind != ?", [ERROR])]
 
   def owner(self, name: str) -> str:
     """Returns the client whose model, sampler or request it is; "" once its session is over."""
@@ -517,17 +545,18 @@ class Ledger:
     Raises:
       ApiError: there is no such request, or its result was dropped.
     """
-    ready = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    if result := await asyncio.to_thread(self._find, owner, name, (loop, ready)):
-      return result
-    try:
-      await asyncio.wait_for(self._events.get(name, (loop, ready))[1].wait(), seconds)
-    except TimeoutError:
-      return None
-    return await asyncio.to_thread(self._find, owner, name)
+    event = (asyncio.get_running_loop(), asyncio.Event())
+    found = await asyncio.to_thread(self._find, owner, name, event)
+    if isinstance(found, asyncio.Event):
+      with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(found.wait(), seconds)
+      found = await asyncio.to_thread(self._find, owner, name, event)
+    return found if isinstance(found, StoredResult) else None
 
-  def _find(self, owner: str, name: str, event: Any = None) -> StoredResult | None:
+  def _find(
+    self, owner: str, name: str, event: tuple[asyncio.AbstractEventLoop, asyncio.Event]
+  ) -> StoredResult | asyncio.Event:
+    """Returns the result of a request, or the event of its end, which others may wait for too."""
     self.session(owner, name)
     with self.changed:
       if result := self._result(name):
@@ -536,9 +565,7 @@ class Ledger:
       # Requests of a model whose results are no longer kept may be carried out again.
       if request is None or request.seq < self.next.get(request.target, 0):
         raise ApiError(410, "there is no such request, or its result is no longer kept")
-      if event:
-        self._events.setdefault(name, event)
-    return None
+      return self._events.setdefault(name, event)[1]
 
   def saved(self, model: str, seq: int) -> None:
     """Notes that a model's state after a request is saved, and forgets what led to it."""
@@ -579,7 +606,7 @@ def _lock(file: Path) -> BinaryIO:
 
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
-    opened = file.open("ab")
+    opened = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
   except OSError as error:
     raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from error
   try:

@@ -7,7 +7,7 @@ import time
 
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.serving.api_errors import ApiError, bad
-from gtpo_jax.tinker.ledger import RETRY_S, Ledger
+from gtpo_jax.tinker.ledger import GONE_S, RETRY_S, Ledger
 from gtpo_jax.tinker.models import ServedBase, TrainedModel
 from gtpo_jax.tinker.saved_weights import STATE, Store
 
@@ -49,27 +49,32 @@ class ModelsInTraining:
     return self._models[name]
 
   def forget_gone(self) -> None:
-    """Forgets the models that are no longer in the ledger."""
-    self._models = {name: x for name, x in self._models.items() if name in self._ledger.next}
+    """Forgets the models whose sessions are over, and deletes their states."""
+    while self._ledger.ended:
+      name = self._ledger.ended.popleft()
+      self._models.pop(name, None)
+      self._store.drop(name)
 
-  def make_space(self, full: bool) -> None:
+  def make_space(self, name: str, full: bool) -> None:
     """Makes space for one more model, if clients are gone.
 
     Args:
+      name: the model.
       full: whether all of its weights are trained.
 
     Raises:
       ApiError: there are too many models.
     """
-    if len(self._models) >= self._most:
-      self._ledger.drop_silent()
+    others = lambda: [x for x in self._ledger.created() if x != name]
+    if len(others()) >= self._most:
+      self._ledger.drop_silent({x.split(":")[0] for x in others()}, GONE_S)
     self.forget_gone()
-    if len(self._models) >= self._most:
+    if len(others()) >= self._most:
       raise bad(
-        f"this server has {len(self._models)} models already; finish another client, or start the "
+        f"this server has {len(others())} models already; finish another client, or start the "
         "server with a higher --models"
       )
-    if full and any(not x.spec.rank for x in self._models.values()):
+    if full and not all(self._ledger.spec(x)["rank"] for x in others()):
       raise bad("this server trains all weights of one model at a time; set a rank")
 
   def snapshot(self, name: str, seq: int) -> None:

@@ -74,7 +74,7 @@ class Operations:
 
   def _create(self, request: Submission) -> StoredResult:
     spec = Spec(**self._ledger.spec(request.target))
-    self._models.make_space(full=not spec.rank)
+    self._models.make_space(request.target, full=not spec.rank)
     self._models.add(request.target, TrainedModel(self._base, spec))
     return _json({"model_id": request.target, "type": "create_model"})
 
@@ -84,7 +84,7 @@ class Operations:
       saved = self._store.find(self._ledger.owner(request.target), body.path)
       if request.seq == 0:
         spec = Spec(**self._ledger.spec(request.target))
-        self._models.make_space(full=not spec.rank)
+        self._models.make_space(request.target, full=not spec.rank)
         self._models.add(request.target, TrainedModel(self._base, spec, saved, body.optimizer))
       else:
         spec = saved.about.spec

@@ -248,6 +248,12 @@ class Store:
     for folder in old:
       shutil.rmtree(folder)
 
+  def drop(self, run: str) -> None:
+    """Deletes what only the session of a model has used."""
+    root = self._root / run.replace(":", "-")
+    for folder in (root / STATE, *_numbered(root / SAMPLER, EPHEMERAL).values()):
+      shutil.rmtree(folder, ignore_errors=True)
+
 
 def _numbered(root: Path, start: str = "") -> dict[int, Path]:
   """Returns the folders whose names are numbers after `start`."""
