@@ -80,12 +80,18 @@ class ServedBase(NamedTuple):
     return Transformer(dataclasses.replace(plain.config, lora=lora), plain.mesh)
 
   def layout(self, spec: Spec, trained: Params | None = None) -> DecodeParams:
-    """Returns a policy for the engine: with trained weights, or the base itself."""
+    """Returns a policy for the engine: with trained weights, or the base itself.
+
+    Raises:
+      ApiError: the trained weights are too large to be added to the base's.
+    """
     params = self.params
     if trained is not None:
       params = trained
       if spec.rank:
         params = _merge(self.model(spec))(combine(trained, self.params))
+      if not all_finite(params):
+        raise bad("these weights are not finite once they are merged with the base's; save others")
     return jax.block_until_ready(self.worker.engine.layout(params))
 
   def read(self, spec: Spec, saved: Saved) -> Params:

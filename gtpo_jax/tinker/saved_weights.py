@@ -112,8 +112,12 @@ class Saved(NamedTuple):
       ApiError: a file of the folder is missing, or not as it was written.
     """
     try:
-      for line in (self.folder / MANIFEST).read_text().splitlines():
-        digest, name = line.split("  ", 1)
+      lines = (self.folder / MANIFEST).read_text().splitlines()
+      digests = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+      needed = {ABOUT, ARRAYS, *(x.name for x in self.folder.glob("*.safetensors"))}
+      if not needed <= set(digests):
+        raise ValueError(MANIFEST)
+      for name, digest in digests.items():
         with (self.folder / name).open("rb") as opened:
           if hashlib.file_digest(opened, "sha256").hexdigest() != digest:
             raise ValueError(name)

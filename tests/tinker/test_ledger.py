@@ -1,6 +1,7 @@
 """The ledger: what is acknowledged is on disk, and a damaged database is not used."""
 
 import dataclasses
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -230,3 +231,46 @@ def test_no_request_is_lost_in_silence_wherever_the_file_is_cut(tmp_path):
     closed(ledger)
     assert counts == [60, 59] or not size
   assert refused > len(content) / 1000 - 5
+
+
+def test_no_request_is_lost_in_silence_wherever_the_log_is_damaged(tmp_path):
+  """SQLite drops the rest of a log from the first damaged place on."""
+  ledger = open_ledger(tmp_path / "open")
+  model = model_of(ledger)
+  for seq in range(1, 20):
+    ledger.submit(Submission("forward", model, seq, BODY, digest=b"%d" % seq))
+  name = "ledger.sqlite-wal"
+  size = (tmp_path / "open" / name).stat().st_size
+  killed = tmp_path / "killed"
+
+  def reopened(change):
+    shutil.rmtree(killed, ignore_errors=True)
+    shutil.copytree(tmp_path / "open", killed)
+    change(killed / name)
+    return open_ledger(killed)
+
+  def flip(place):
+    return lambda file: file.write_bytes(
+      (content := file.read_bytes())[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]
+    )
+
+  def cut(place):
+    return lambda file: file.write_bytes(file.read_bytes()[:place])
+
+  def clear(place):
+    return lambda file: file.write_bytes(file.read_bytes()[:place] + bytes(size - place))
+
+  for make in (flip, cut, clear):
+    for place in (5, size // 3, size - 9000, size - 3000):
+      with pytest.raises(UserError, match=r"of \d+ changes; restore it with its -wal") as error:
+        reopened(make(place))
+      assert "\n" not in str(error.value)
+  with pytest.raises(UserError, match="changes"):
+    reopened(lambda file: file.unlink())
+  again = reopened(lambda file: None)
+  assert again._one("SELECT count(*) FROM requests")[0] == 20
+  closed(again)
+  again = reopened(lambda file: file.with_name("ledger.lock").unlink() or cut(size - 9000)(file))
+  assert again._one("SELECT count(*) FROM requests")[0] < 20
+  closed(again)
+  closed(ledger)
