@@ -20,8 +20,6 @@ from gtpo_jax.serving.http import is_loopback, make_server
 from gtpo_jax.tinker.app import TinkerApp
 from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase
-from gtpo_jax.tinker.models_in_training import ModelsInTraining
-from gtpo_jax.tinker.operations import Operations
 from gtpo_jax.tinker.sampler import Policies, Sampler
 from gtpo_jax.tinker.saved_weights import Store
 from gtpo_jax.tinker.schema import CLIENT_VERSION
@@ -107,9 +105,7 @@ class OpenedTinker:
     self.base = ServedBase(name, worker, read()[0], source)
     self._generator = Generator(worker.engine, None, options.queue, chunk_s=None)
     policies = Policies(self.base, self._store, options.policies)
-    self._models = ModelsInTraining(self.base, self._ledger, self._store, options.models)
-    operations = Operations(self.base, self._ledger, self._store, self._models)
-    self._trainer = Trainer(self._ledger, self._models, operations)
+    self._trainer = Trainer(self.base, self._ledger, self._store, options.models)
     self._sampler = Sampler(self.base, self._ledger, policies, self._generator)
     self.app = TinkerApp(
       self.base,
@@ -127,8 +123,7 @@ class OpenedTinker:
     self._ledger.close()
     self._generator.close()
     self._sampler.close()
-    self._trainer.join()
-    self._models.snapshot_all()
+    self._trainer.close()
     self._ledger.close_file()
 
 

@@ -39,15 +39,9 @@ from gtpo_jax.tinker.bodies import (
 from gtpo_jax.tinker.entropy_credit import recorded
 from gtpo_jax.tinker.ledger import CREATE, LOAD, REFUSED, SAMPLE, Ledger
 from gtpo_jax.tinker.models import ServedBase
-from gtpo_jax.tinker.operations import (
-  FORWARD_BACKWARD,
-  OPTIM_STEP,
-  SAVE,
-  SAVE_FOR_SAMPLER,
-  read_loss,
-)
 from gtpo_jax.tinker.sampler import Sampler
 from gtpo_jax.tinker.saved_weights import Saved, Spec, Store, describe_run
+from gtpo_jax.tinker.trainer import FORWARD_BACKWARD, OPTIM_STEP, SAVE, SAVE_FOR_SAMPLER, read_loss
 from gtpo_jax.tinker.wire import ERROR, PROTO, Submission, parse_batch, refusal
 
 PREFIX = "/api/v1/"

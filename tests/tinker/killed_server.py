@@ -55,5 +55,6 @@ if __name__ == "__main__":
   import gtpo_jax.tinker.trainer as trainer
 
   trainer.SNAPSHOT_S = 0.0 if "snapshot" in sys.argv[1] else 1e9
+  trainer.SNAPSHOT_RATIO = 1e9
   sys.argv[1:3] = []
   sys.exit(main(["tinker", *sys.argv[1:]]))

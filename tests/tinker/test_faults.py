@@ -252,7 +252,7 @@ def test_sessions_of_silent_clients_end(model, tmp_path, monkeypatch):
     save(url, name, 1)
     other, _ = create(url)
     step(url, name, 2)
-    opened._models.snapshot(name, 2)
+    opened._trainer.snapshot(name, 2)
     assert list(tmp_path.glob(f"runs/{session}*/state/*"))
     monkeypatch.setattr(ledgers, "DROPPED_S", 0.0)
     create(url)

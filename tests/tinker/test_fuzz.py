@@ -25,8 +25,8 @@ from test_kills import PACKAGES
 from gtpo_jax.tinker.schema import CLASSES
 
 HANG_S = 5.0  # for any answer, but results and those of a server that was killed
-RESULT_S = 120.0  # for a result, with compilation and restarts
-START_S = 120.0
+RESULT_S = 300.0  # for a result, with compilation and restarts
+START_S = 300.0
 LOSS = "forward_backward"
 
 
@@ -81,9 +81,13 @@ class Victim:
       self.kills += 1
       self._start()
 
-  def close(self):
+  def spare(self):
+    """Kills no more."""
     self._ended.set()
     self._thread.join()
+
+  def close(self):
+    self.spare()
     self._process.send_signal(signal.SIGTERM)
     self._process.wait()
 
@@ -143,8 +147,9 @@ class Client:
 
   Attributes:
     session: its id.
-    log: (path, body, kind, number, status, answer) of requests of the model, by number.
+    log: [path, body, kind, status, answer] of requests of the model, by number.
     samples: the same of the sampler.
+    results: by "model" or "sampler" and number.
   """
 
   def __init__(self, victim, seed):
@@ -271,8 +276,12 @@ class Client:
       if path == "save_weights" and status == 200 and b'"path"' in answer:
         self._saved.append(json.loads(answer)["path"])
 
-  def outcomes(self):
-    """All results by kind and number."""
+  def end(self):
+    """Saves weights, and asks for all results."""
+    self._seq += 1
+    body = {"model_id": self.model, "seq_id": self._seq, "path": "end"}
+    request = "save_weights", json.dumps(body).encode(), "application/json"
+    self._send(self.log, self._seq, request)
     self.results = {}
     for seq in sorted(self.log):
       self.results["model", seq] = self._victim.outcome(f"{self.model}:{seq}")
@@ -308,8 +317,6 @@ def arrays(workdir, session, name):
 def fuzz(model, tmp_path, seed, seconds, pause, clients=2):
   victim = Victim(model, tmp_path / "killed", seed, pause)
   until = time.monotonic() + seconds
-  # One after the other, so that sessions have the same numbers in the undisturbed server.
-  found = [Client(victim, 100 * seed + number) for number in range(clients)]
   failures = []
 
   def run(client):
@@ -319,21 +326,19 @@ def fuzz(model, tmp_path, seed, seconds, pause, clients=2):
     except BaseException as error:
       failures.append(error)
 
-  threads = [threading.Thread(target=run, args=[client]) for client in found]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
   try:
+    # One after the other, so that sessions have the same numbers in the undisturbed server.
+    found = [Client(victim, 100 * seed + number) for number in range(clients)]
+    threads = [threading.Thread(target=run, args=[client]) for client in found]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
     if failures:
       raise failures[0]
+    victim.spare()
     for client in found:
-      body = {"model_id": client.model, "seq_id": client._seq + 1, "path": "end"}
-      client._seq += 1
-      client._send(
-        client.log, client._seq, ("save_weights", json.dumps(body).encode(), "application/json")
-      )
-      client.outcomes()
+      client.end()
   finally:
     victim.close()
   assert not victim.failure, victim.failure
