@@ -24,8 +24,9 @@ class ApiError(Exception):
 
   def body(self) -> dict[str, Any]:
     """Returns the error object."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
-    kind = kinds.get(self.status, "invalid_request_error")
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    other = "server_error" if self.status >= 500 else "invalid_request_error"
+    kind = kinds.get(self.status, other)
     error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
     return {"error": error}
 

@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gtpo_jax.serving.api_errors import ApiError, bad
-from gtpo_jax.serving.http import answering, read_body, read_fields, starlette_app
-from gtpo_jax.serving.requests import MAX_BODY, checked, parse_object, shown
+from gtpo_jax.serving.http import Handler, answering, read_body, read_fields, starlette_app
+from gtpo_jax.serving.requests import MAX_BODY, Body, checked, parse_object, shown
 from gtpo_jax.tinker.bodies import (
   Lenient,
   LoadBody,
@@ -121,35 +121,39 @@ class TinkerApp:
     self._store = store
     self._sampler = sampler
     self._max_rank = max_rank
-    self._queue = queue
     read: dict[str, Callable[[str, bytes], tuple[Submission, Spec | None]]] = {
       CREATE: self._read_new_model,
       LOAD: self._read_load,
       FORWARD_BACKWARD: self._read_batch,
       **{op: functools.partial(self._read_simple, op) for op in SIMPLE},
     }
+    # A group in one request shares its prompt, and gets its credit together.
+    limits = {"fwdbwd_max_chunk_len": MAX_DATA, "sample_max_concurrent_requests": queue}
+    limits["fwdbwd_max_chunk_bytes_count"] = MAX_BATCH_BYTES // 2
+    served = {"model_name": base.name, "max_context_length": base.longest}
+    served |= {"trainable": True, "sampleable": True}
     posts = {
-      "client/config": self._client_config,
-      "create_session": self._create_session,
-      "session_heartbeat": self._heartbeat,
-      "sessions/{id}/finish": self._finish_session,
-      "telemetry": self._telemetry,
-      "get_info": self._get_info,
-      "create_sampling_session": self._create_sampler,
+      "client/config": _posted(Lenient, lambda *_: limits),
+      "create_session": _posted(Lenient, self._create_session),
+      "session_heartbeat": _posted(SessionBody, self._heartbeat),
+      "sessions/{id}/finish": _got(self._finish_session),
+      "telemetry": _posted(Lenient, lambda *_: {"status": "accepted"}),  # and not kept
+      "get_info": _posted(ModelBody, self._get_info),
+      "create_sampling_session": _posted(SamplerBody, self._create_sampler),
       "asample": self._asample,
       "retrieve_future": self._retrieve,
-      "cancel_future": self._cancel,
-      "weights_info": self._weights_info,
+      "cancel_future": _posted(RequestBody, self._cancel),
+      "weights_info": _posted(PathBody, self._weights_info),
       **{op: functools.partial(self._submit, op, read[op]) for op in read},
     }
     gets = {
-      "healthz": self._health,
-      "get_server_capabilities": self._capabilities,
-      "samplers/{id}": self._sampler_info,
-      "training_runs": self._runs,
-      "training_runs/{id}": self._run,
-      "training_runs/{id}/checkpoints": self._checkpoints,
-      "checkpoints": self._all_checkpoints,
+      "healthz": _got(lambda *_: {"status": "ok"}),
+      "get_server_capabilities": _got(lambda *_: {"supported_models": [served]}),
+      "samplers/{id}": _got(self._sampler_info),
+      "training_runs": _got(self._runs),
+      "training_runs/{id}": _got(self._run),
+      "training_runs/{id}/checkpoints": _got(self._checkpoints),
+      "checkpoints": _got(self._all_checkpoints),
     }
     deletes = {"training_runs/{id}/checkpoints/{kind}/{name}": self._delete}
     answer = lambda handler: answering(handler, only_loopback, secret, sent=key_of)
@@ -161,42 +165,17 @@ class TinkerApp:
       ]
     )
 
-  # The server and sessions.
+  def _create_session(self, owner: str, body: Lenient) -> dict[str, Any]:
+    name = self._ledger.open_session(owner)
+    return {"session_id": name, "warning_message": WARNING, "type": "create_session"}
 
-  async def _health(self, http: HttpRequest) -> Response:
-    return JSONResponse({"status": "ok"})
+  def _heartbeat(self, owner: str, body: SessionBody) -> dict[str, Any]:
+    self._ledger.session(owner, body.session_id)
+    return {"type": "session_heartbeat"}
 
-  async def _telemetry(self, http: HttpRequest) -> Response:
-    await read_body(http)
-    return JSONResponse({"status": "accepted"})  # and not kept
-
-  async def _client_config(self, http: HttpRequest) -> Response:
-    # A group in one request shares its prompt, and gets its credit together.
-    limits = {
-      "fwdbwd_max_chunk_len": MAX_DATA,
-      "fwdbwd_max_chunk_bytes_count": MAX_BATCH_BYTES // 2,
-    }
-    return JSONResponse(limits | {"sample_max_concurrent_requests": self._queue})
-
-  async def _capabilities(self, http: HttpRequest) -> Response:
-    name, longest = self._base.name, self._base.longest
-    model = {"model_name": name, "max_context_length": longest}
-    return JSONResponse({"supported_models": [model | {"trainable": True, "sampleable": True}]})
-
-  async def _create_session(self, http: HttpRequest) -> Response:
-    checked(Lenient, await _fields(http))
-    name = await asyncio.to_thread(self._ledger.open_session, owner_of(http))
-    return JSONResponse({"session_id": name, "warning_message": WARNING, "type": "create_session"})
-
-  async def _heartbeat(self, http: HttpRequest) -> Response:
-    body = checked(SessionBody, await _fields(http))
-    await asyncio.to_thread(self._ledger.session, owner_of(http), body.session_id)
-    return JSONResponse({"type": "session_heartbeat"})
-
-  async def _finish_session(self, http: HttpRequest) -> Response:
-    name = http.path_params["id"]
-    await asyncio.to_thread(self._ledger.finish_session, owner_of(http), name)
-    return JSONResponse({})
+  def _finish_session(self, owner: str, http: HttpRequest) -> dict[str, Any]:
+    self._ledger.finish_session(owner, http.path_params["id"])
+    return {}
 
   # Models and their training.
 
@@ -321,27 +300,22 @@ class TinkerApp:
     given = checked(SIMPLE[op], values)
     return Submission(op, given.model_id, given.seq_id, body), None
 
-  async def _get_info(self, http: HttpRequest) -> Response:
-    body = checked(ModelBody, await _fields(http))
-    name = self._model(owner_of(http), body.model_id)
+  def _get_info(self, owner: str, body: ModelBody) -> dict[str, Any]:
+    name = self._model(owner, body.model_id)
     spec = Spec(**self._ledger.spec(name))
     data = {"arch": self._base.worker.model.config.model_type, "model_name": spec.base_model}
-    return JSONResponse(
-      {
-        "type": "get_info",
-        "model_data": data | {"tokenizer_id": self._base.tokenizer_of(spec.base_model)},
-        "model_id": name,
-        "is_lora": bool(spec.rank),
-        "lora_rank": spec.rank or None,
-        "model_name": spec.base_model,
-      }
-    )
+    return {
+      "type": "get_info",
+      "model_data": data | {"tokenizer_id": self._base.tokenizer_of(spec.base_model)},
+      "model_id": name,
+      "is_lora": bool(spec.rank),
+      "lora_rank": spec.rank or None,
+      "model_name": spec.base_model,
+    }
 
   # Sampling, and results.
 
-  async def _create_sampler(self, http: HttpRequest) -> Response:
-    body = checked(SamplerBody, await _fields(http))
-    owner = owner_of(http)
+  def _create_sampler(self, owner: str, body: SamplerBody) -> dict[str, Any]:
     session = self._ledger.session(owner, body.session_id)
     name = f"{session.id}:sample:{body.sampling_session_seq_id}"
     if body.base_model is not None or body.model_path is None:
@@ -351,9 +325,9 @@ class TinkerApp:
       saved = self._store.find(owner, body.model_path)
       source |= {"run": saved.about.run, "kind": saved.folder.parent.name}
       source |= {"name": saved.folder.name, "model": saved.about.spec.base_model}
-    await asyncio.to_thread(self._ledger.number_session, session.id)
-    await asyncio.to_thread(self._ledger.add_sampler, name, source)
-    return JSONResponse({"sampling_session_id": name, "type": "create_sampling_session"})
+    self._ledger.number_session(session.id)
+    self._ledger.add_sampler(name, source)
+    return {"sampling_session_id": name, "type": "create_sampling_session"}
 
   def _source(self, owner: str, name: str) -> dict[str, Any]:
     self._ledger.session(owner, name)
@@ -362,13 +336,13 @@ class TinkerApp:
       raise ApiError(410, "there is no such sampling session")
     return source
 
-  async def _sampler_info(self, http: HttpRequest) -> Response:
+  def _sampler_info(self, owner: str, http: HttpRequest) -> dict[str, Any]:
     name = http.path_params["id"]
-    source = self._source(owner_of(http), name)
+    source = self._source(owner, name)
     path = f"tinker://{source['run']}/{source['kind']}/{source['name']}" if source["run"] else None
     # A client that has only the path of weights reads the tokenizer of this name.
     base = self._base.tokenizer_of(source["model"])
-    return JSONResponse({"sampler_id": name, "base_model": base, "model_path": path})
+    return {"sampler_id": name, "base_model": base, "model_path": path}
 
   async def _asample(self, http: HttpRequest) -> Response:
     owner = owner_of(http)
@@ -388,14 +362,13 @@ class TinkerApp:
     ids = [f"{request.id}:{i}" for i in range(ask.count)]
     return JSONResponse({"request_id": request.id, "model_id": name, "sample_sequence_ids": ids})
 
-  async def _cancel(self, http: HttpRequest) -> Response:
-    name = checked(RequestBody, await _fields(http)).request_id
-    await asyncio.to_thread(self._ledger.cancel, owner_of(http), name)
-    self._sampler.cancel(name)
-    return JSONResponse({})
+  def _cancel(self, owner: str, body: RequestBody) -> dict[str, Any]:
+    self._ledger.cancel(owner, body.request_id)
+    self._sampler.cancel(body.request_id)
+    return {}
 
   async def _retrieve(self, http: HttpRequest) -> Response:
-    name = checked(RequestBody, await _fields(http)).request_id
+    name = checked(RequestBody, await read_fields(http)).request_id
     outcome = await self._ledger.wait(owner_of(http), name, POLL_S)
     if outcome is None:
       return JSONResponse({"type": "try_again", "queue_state": "active"}, 408)
@@ -407,44 +380,40 @@ class TinkerApp:
 
   # Saved weights, by training run.
 
-  async def _weights_info(self, http: HttpRequest) -> Response:
-    body = checked(PathBody, await _fields(http))
-    spec = self._store.find(owner_of(http), body.tinker_path).about.spec
-    return JSONResponse(
-      {
-        "base_model": spec.base_model,
-        "is_lora": bool(spec.rank),
-        "lora_rank": spec.rank or None,
-        "train_unembed": False,
-        "train_mlp": spec.train_mlp,
-        "train_attn": spec.train_attn,
-      }
-    )
+  def _weights_info(self, owner: str, body: PathBody) -> dict[str, Any]:
+    spec = self._store.find(owner, body.tinker_path).about.spec
+    return {
+      "base_model": spec.base_model,
+      "is_lora": bool(spec.rank),
+      "lora_rank": spec.rank or None,
+      "train_unembed": False,
+      "train_mlp": spec.train_mlp,
+      "train_attn": spec.train_attn,
+    }
 
-  async def _runs(self, http: HttpRequest) -> Response:
-    runs = await asyncio.to_thread(self._store.runs, owner_of(http))
-    saved = [item for item in runs.items() if item[1]]
+  def _runs(self, owner: str, http: HttpRequest) -> dict[str, Any]:
+    saved = [item for item in self._store.runs(owner).items() if item[1]]
     return _page(http, "training_runs", saved, lambda item: describe_run(*item))
 
-  async def _saved_of(self, http: HttpRequest) -> list[Saved]:
-    runs = await asyncio.to_thread(self._store.runs, owner_of(http))
-    run = http.path_params["id"]
+  def _saved_of(self, owner: str, run: str) -> list[Saved]:
+    runs = self._store.runs(owner)
     if run not in runs:
       raise ApiError(404, f"there is no training run {shown(run)}")
     return runs[run]
 
-  async def _run(self, http: HttpRequest) -> Response:
-    saved = await self._saved_of(http)
+  def _run(self, owner: str, http: HttpRequest) -> dict[str, Any]:
+    run = http.path_params["id"]
+    saved = self._saved_of(owner, run)
     if not saved:
       raise ApiError(404, "this training run has saved no weights")
-    return JSONResponse(describe_run(http.path_params["id"], saved))
+    return describe_run(run, saved)
 
-  async def _checkpoints(self, http: HttpRequest) -> Response:
-    return _page(http, "checkpoints", await self._saved_of(http), Saved.describe)
+  def _checkpoints(self, owner: str, http: HttpRequest) -> dict[str, Any]:
+    saved = self._saved_of(owner, http.path_params["id"])
+    return _page(http, "checkpoints", saved, Saved.describe)
 
-  async def _all_checkpoints(self, http: HttpRequest) -> Response:
-    runs = await asyncio.to_thread(self._store.runs, owner_of(http))
-    listed = [x for saved in runs.values() for x in saved]
+  def _all_checkpoints(self, owner: str, http: HttpRequest) -> dict[str, Any]:
+    listed = [x for saved in self._store.runs(owner).values() for x in saved]
     return _page(http, "checkpoints", listed, Saved.describe)
 
   async def _delete(self, http: HttpRequest) -> Response:
@@ -457,16 +426,31 @@ class TinkerApp:
     return Response(status_code=204)
 
 
-async def _fields(http: HttpRequest) -> dict[str, Any]:
-  return await read_fields(http, empty=True)
+def _posted(kind: type[Body], answer: Callable[[str, Any], dict[str, Any]]) -> Handler:
+  """Returns a handler of bodies. It answers on another thread, which may wait for a disk."""
+
+  async def handle(http: HttpRequest) -> Response:
+    body = checked(kind, await read_fields(http, empty=True))
+    return JSONResponse(await asyncio.to_thread(answer, owner_of(http), body))
+
+  return handle
+
+
+def _got(answer: Callable[[str, HttpRequest], dict[str, Any]]) -> Handler:
+  """Returns a handler of requests without a body."""
+
+  async def handle(http: HttpRequest) -> Response:
+    return JSONResponse(await asyncio.to_thread(answer, owner_of(http), http))
+
+  return handle
 
 
 def _page(
   http: HttpRequest, name: str, found: Sequence[Any], describe: Callable[[Any], dict[str, Any]]
-) -> Response:
+) -> dict[str, Any]:
   """Returns the part of a list that a client has asked for."""
   page = checked(Page, dict(http.query_params))
   limit = len(found) if page.limit is None else page.limit
   chosen = found[page.offset : page.offset + limit]
   cursor = {"offset": page.offset, "limit": limit, "total_count": len(found)}
-  return JSONResponse({name: [describe(x) for x in chosen], "cursor": cursor})
+  return {name: [describe(x) for x in chosen], "cursor": cursor}
