@@ -308,7 +308,8 @@ class Ledger:
     """Ends those of some sessions whose clients have not been heard of for so long."""
     for name in sessions:
       if time.monotonic() - self._seen.get(name, time.monotonic()) > seconds:
-        self.finish_session(self.owner(name), name)
+        with contextlib.suppress(ApiError):  # its client has just finished it, or the disk is full
+          self.finish_session(self.owner(name), name)
 
   def created(self) -> list[str]:
     """Returns the models that were made, and whose sessions are not over."""
@@ -479,8 +480,8 @@ class Ledger:
             if request.op == SAMPLE:
               self._db.execute("DELETE FROM bodies WHERE id = ?", [request.id])
             self._forget_old_results()
-      except ApiError as error:
-        print(f"gtpo: {error.message}", file=sys.stderr)
+      except (ApiError, sqlite3.Error) as error:
+        print(f"gtpo: {error}", file=sys.stderr)
         return False
       self._open_samples.discard(request.id)
       if request.op != SAMPLE and request.target in self.next:
