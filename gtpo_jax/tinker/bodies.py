@@ -105,6 +105,13 @@ class ModelBody(Body):
   type: str = ""
 
 
+class NumberedBody(Body):
+  """A request of a model."""
+
+  model_id: str
+  seq_id: Annotated[Seq, Field(ge=1)]
+
+
 class PathBody(Body):
   """weights_info."""
 
@@ -166,20 +173,16 @@ class AdamBody(Body):
   grad_clip_norm: Positive = 0.0
 
 
-class StepBody(Body):
+class StepBody(NumberedBody):
   """optim_step."""
 
-  model_id: str
-  seq_id: Annotated[Seq, Field(ge=1)]
   adam_params: AdamBody
   type: Literal["optim_step"] = "optim_step"
 
 
-class SaveBody(Body):
+class SaveBody(NumberedBody):
   """save_weights."""
 
-  model_id: str
-  seq_id: Annotated[Seq, Field(ge=1)]
   path: Name | None = None
   ttl_seconds: Annotated[int, Field(ge=1, le=LONGEST_TTL_S)] | None = None
   overwrite: bool = False

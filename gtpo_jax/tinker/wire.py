@@ -140,16 +140,12 @@ class Batch:
   """A request to compute a loss.
 
   Attributes:
-    model: the model's id.
-    seq: its number among the model's requests.
     data: the sequences.
     loss: the name of the loss.
     config: its settings.
     forward_only: whether no gradient is wanted.
   """
 
-  model: str
-  seq: int
   data: tuple[Datum, ...]
   loss: str
   config: Mapping[str, float | str]
@@ -194,9 +190,7 @@ def read_batch(message: Any, vocab: int, longest: int) -> Batch:
       data.append(_read_datum(datum, vocab, min(longest, MAX_LENGTH)))
     except ApiError as error:
       raise bad(f"data[{i}]: {error.message}") from None
-  return Batch(
-    message.model_id, message.seq_id, tuple(data), message.loss_fn, config, message.forward_only
-  )
+  return Batch(tuple(data), message.loss_fn, config, message.forward_only)
 
 
 def _read_datum(message: Any, vocab: int, longest: int) -> Datum:
