@@ -382,4 +382,4 @@ def test_half_a_minute_of_random_requests_and_kills(model, tmp_path):
 @pytest.mark.manual
 def test_ten_minutes_of_random_requests_and_kills(model, tmp_path):
   count, kills = fuzz(model, tmp_path, seed=1, seconds=600, pause=(5, 20), clients=3)
-  assert kills > 20 and count > 500
+  assert kills > 10 and count > 100
