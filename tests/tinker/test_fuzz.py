@@ -229,7 +229,8 @@ class Client:
       fields |= {"user_metadata": {"a": "x" * 17_000_000}}
     body = json.dumps({"model_id": self.model, "seq_id": seq, **fields}).encode()
     if rng.random() < 0.05:
-      body = body[: -rng.randrange(1, 9)]
+      head = len(json.dumps({"model_id": self.model, "seq_id": seq}))  # its number is not cut
+      body = body[: max(len(body) - rng.randrange(1, 9), head)]
     return path, body, "application/json"
 
   def _sample(self, seq):
