@@ -16,7 +16,7 @@ from small import (
   trainer_scores,
 )
 
-from gtpo_jax.models.decode import decode_bytes
+from gtpo_jax.models.decode import params_bytes
 from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
 from gtpo_jax.sampling.settings import Demand, EngineConfig
@@ -99,7 +99,9 @@ def test_completions_that_wait_for_pages_are_the_same(fraction):
   demand = Demand()
   if fraction == AUTO:
     programs = build(**arguments, engine_config=config)[1].programs
-    beside = decode_bytes(programs.model) + temporary_bytes(programs.model, 10, programs.sizes.pool)
+    beside = params_bytes(programs.model, programs.model).copied + temporary_bytes(
+      programs.model, 10, programs.sizes.pool
+    )
     demand = Demand(memory=beside + 7 * page_bytes(programs.cache))
   built = build(**arguments, engine_config=config, demand=demand)
   rollouts = sample(built, PROMPTS, group=3)

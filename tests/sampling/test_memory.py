@@ -7,7 +7,7 @@ import pytest
 from small import CONFIG, RAGGED_PROMPTS, assert_same, build, sample
 from test_layer_kinds import DELTA_NETS
 
-from gtpo_jax.models.decode import decode_bytes
+from gtpo_jax.models.decode import params_bytes
 from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.dense.state_shapes import StateShapes
@@ -30,14 +30,14 @@ def test_a_page_and_the_parameters_have_the_bytes_of_their_arrays():
   programs = paged(None)
   assert page_bytes(programs.cache) == 2 * 2 * 2 * 16 * 16 * 4
   _, engine, layout = build(config=WIDE, max_tokens=60, engine_config=PAGED)
-  assert decode_bytes(engine.model) == bytes_per_device(layout)
+  assert params_bytes(engine.model, engine.model).copied == bytes_per_device(layout)
 
 
 def test_the_pool_takes_what_is_left():
   """Ten slots of four pages, and ten prompts of one, at most; one of each, at least."""
   everything = paged(None)
   assert everything.sizes.pool.pages == 50 and everything.sizes.longest_at_once == 10
-  beside = decode_bytes(everything.model)
+  beside = params_bytes(everything.model, everything.model).copied
   beside += temporary_bytes(everything.model, 10, everything.sizes.pool)
   page = page_bytes(everything.cache)
   pages = lambda memory: paged(memory).sizes.pool.pages
@@ -70,7 +70,7 @@ def test_states_take_memory_beside_pages():
   assert everything.new_state(sizes.scheduler(4, 5), 16, SamplingParams()).prompts.delta[
     0
   ].memory.shape == (3, 1, 4, 8, 6)
-  beside = decode_bytes(everything.model) + 13 * state
+  beside = params_bytes(everything.model, everything.model).copied + 13 * state
   beside += temporary_bytes(everything.model, 10, everything.sizes.pool)
   assert programs(beside + 23 * page_bytes(everything.cache)).sizes.pool.pages == 23
 
@@ -82,7 +82,7 @@ def test_arrays_that_do_not_fit_run_fewer_completions_with_the_same_tokens():
   assert whole.sizes.slots == whole.config.slots == 64
   longest = whole.sizes.cache_lengths[-1]
   position = bytes_per_device(StateShapes(whole.cache, False).kv(1, 1))
-  memory = decode_bytes(whole.model) + 24 * position * (1.5 * longest + 6)
+  memory = params_bytes(whole.model, whole.model).copied + 24 * position * (1.5 * longest + 6)
   built = build(demand=Demand(memory=int(memory)))
   sizes = built[1].programs.sizes
   assert sizes.slots == sizes.longest_at_once == 16

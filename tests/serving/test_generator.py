@@ -8,7 +8,7 @@ import pytest
 from meshes import mesh_of
 from toys import TOY, strong
 
-from gtpo_jax.models.decode import decode_bytes
+from gtpo_jax.models.decode import params_bytes
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.rollout import worker
 from gtpo_jax.rollout.policies import ServingLimits, find_served
@@ -136,7 +136,7 @@ def test_completions_wait_for_memory(alone):
   programs = make_engine()[0].programs
   position = bytes_per_device(StateShapes(programs.cache, False).kv(1, 1))
   assert (programs.sizes.prompt_widths, programs.sizes.cache_lengths) == ([24], [44])
-  memory = decode_bytes(programs.model) + int(1.5 * position * 8 * (24 + 44))
+  memory = params_bytes(programs.model, programs.model).copied + int(1.5 * position * 8 * (24 + 44))
   engine, params = make_engine(memory=memory)
   assert [engine.programs.sizes.hold([(24, 40)] * count) for count in (8, 9)] == [True, False]
   asks = generate(engine, params, together=True)
