@@ -22,6 +22,7 @@ from gtpo_jax.models.number_formats import usable_compute_dtype
 from gtpo_jax.models.params import Params, param_shardings
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.fields import AUTO
 
 BASE = "base"  # the initial model, as step 0
 REGULAR = "checkpoints"  # every `checkpoint.every` steps
@@ -97,16 +98,22 @@ def frozen_params(workdir: epath.PathLike, model: Transformer, path: str) -> Par
 
 
 def usable_here(config: Config, device: Any = None) -> Config:
-  """Returns a run's config, computing in another format if this machine has no units for its own.
+  """Returns a run's config for sampling here: what followed the devices of the run is open again.
 
-  A run that learned on other devices has recorded the format that "auto" meant there.
+  A run has recorded the format that "auto" meant on its devices, which this machine may have no
+  units for, and how it stored a base under adapters.
 
   Args:
     config: the run's config.
     device: one of the devices to use, which need not be attached; None for the first attached one.
   """
   device = jax.devices()[0] if device is None else device
-  return with_compute_dtype(config, usable_compute_dtype(config.model.compute_dtype, device))
+  config = with_compute_dtype(config, usable_compute_dtype(config.model.compute_dtype, device))
+  return dataclasses.replace(
+    config,
+    model=dataclasses.replace(config.model, base_layout=AUTO),
+    sampling=dataclasses.replace(config.sampling, merge_adapters=AUTO),
+  )
 
 
 def frozen_architecture(folder: Path, own: ModelConfig, device: Any = None) -> ModelConfig:
