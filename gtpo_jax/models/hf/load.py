@@ -137,16 +137,31 @@ def _converter(
     elif x.dtype == stored[path].dtype:
       return {path: x}
 
-    def convert(x: jax.Array) -> list[jax.Array]:
-      arrays = quantize(x, declared[path].last_input, quantizes) if paths[1:] else [x]
-      return [array.astype(stored[path].dtype) for path, array in zip(paths, arrays, strict=True)]
-
-    in_place = jax.jit(convert, out_shardings=[stored[path].sharding for path in paths])
+    dtypes = tuple(stored[path].dtype for path in paths)
+    shardings = tuple(stored[path].sharding for path in paths)
+    format_ = quantizes if paths[1:] else ""
+    in_place = _conversion(format_, declared[path].last_input, dtypes, shardings)
     arrays = jax.block_until_ready(in_place(x))
     x.delete()
     return dict(zip(paths, arrays, strict=True))
 
   return replace
+
+
+@functools.cache
+def _conversion(
+  quantizes: str, axis: int, dtypes: tuple[Any, ...], shardings: tuple[Any, ...]
+) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+  """Returns a program that quantises a matrix along an axis, if asked, and casts the results.
+
+  The layers of a model share it.
+  """
+
+  def convert(x: jax.Array) -> tuple[jax.Array, ...]:
+    arrays = quantize(x, axis, quantizes) if quantizes else (x,)
+    return tuple(x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True))
+
+  return jax.jit(convert, out_shardings=shardings)
 
 
 @dataclasses.dataclass(frozen=True)

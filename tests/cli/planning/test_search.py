@@ -76,8 +76,12 @@ def test_a_base_under_adapters_is_quantised_only_if_nothing_else_fits():
     dict.fromkeys(x.override["model.quantize"] for x in search(config, 1, memory * 2**30))
   )
   assert formats(adapters, 95) == ["", "int8", "int4"]
-  assert formats(adapters, 26) == ["int8", "int4"]  # 13 GiB in bfloat16, held twice
-  assert formats(adapters, 12) == ["int4"]
+  assert formats(adapters, 20) == ["", "int8", "int4"]  # 14 GiB in bfloat16, held once
+  assert formats(adapters, 16) == ["int8", "int4"]
+  assert formats(adapters, 10) == ["int4"]
+  twice = with_overrides(adapters, {"model.base_layout": "stacked"})
+  assert formats(twice, 26) == ["int8", "int4"]
+  assert formats(twice, 12) == ["int4"]
   assert formats(adapters, 7) == []
   assert formats(small_config(**changes), 95) == [""]  # all weights learn
   int8 = with_overrides(adapters, {"model.quantize": "int8"})
