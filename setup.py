@@ -85,6 +85,7 @@ setup(
     "serve": ["starlette>=1.0,<2", "uvicorn>=0.40"],  # gtpo serve
     "tinker": ["starlette>=1.0,<2", "uvicorn>=0.40", "protobuf>=5"],  # gtpo tinker
     "agent": ["openai>=2", "starlette>=1.0,<2", "uvicorn>=0.40"],  # env.agent
+    "mcp": ["mcp>=2.3,<3"],  # env.mcp
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
     "dev": [
       "pytest>=8",
@@ -102,6 +103,7 @@ setup(
       "trackio>=0.43",  # brings pandas
       "starlette>=1.0,<2",
       "uvicorn>=0.40",
+      "mcp>=2.3,<3",
       "openai>=2",  # judges, agents, and a client of gtpo serve
       "tinker>=0.38,<0.39",  # a client of gtpo tinker; 12 MB with what it needs
       "protobuf>=5",

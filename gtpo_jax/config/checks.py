@@ -76,7 +76,9 @@ def check_env(
   """An environment goes with the other sections. A Python program may add it after these checks."""
   if not env.is_used:
     return
-  name = "env.make" if env.make else "env.tools" if env.tools else "env.agent"
+  name = (
+    "env.make" if env.make else "env.tools" if env.tools else "env.mcp" if env.mcp else "env.agent"
+  )
   if env.agent and name != "env.agent":
     raise UserError(f"env.agent has tools and environments of its own; leave {name} out")
   if env.agent and algorithm.recipe.turns:

@@ -187,6 +187,9 @@ class EnvSection(EpisodeLimits):
       step(turn) answers a turn. "" for none.
     tools: functions that the model may call, as module:function, separated by commas; "python" runs
       a program in the sandbox of rewards, with its limits.
+    mcp: servers of the Model Context Protocol whose tools the model may call, separated by
+      semicolons: commands on this machine, such as "python server.py", or addresses. All episodes
+      share one connection to each.
     agent: a program that plays episodes by itself, as module:function: its async run(row, client,
       seed) sends requests to the policy. "" for none.
     parser: how the model writes calls: "hermes" (Qwen, Hermes), "llama3", "mistral", "olmo3",
@@ -195,6 +198,7 @@ class EnvSection(EpisodeLimits):
 
   make: str = ""
   tools: str = ""
+  mcp: str = ""
   agent: str = ""
   parser: str = setting(AUTO_PARSER, bound=one_of((AUTO_PARSER, *PARSERS)))
 
@@ -215,9 +219,14 @@ class EnvSection(EpisodeLimits):
     return [name.strip() for name in self.tools.split(",") if name.strip()]
 
   @property
+  def mcp_servers(self) -> list[str]:
+    """The servers in `mcp`."""
+    return [server.strip() for server in self.mcp.split(";") if server.strip()]
+
+  @property
   def is_used(self) -> bool:
     """Whether completions are episodes."""
-    return bool(self.make or self.tool_names or self.agent)
+    return bool(self.make or self.tool_names or self.mcp_servers or self.agent)
 
   @property
   def opens(self) -> bool:

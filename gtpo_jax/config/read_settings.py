@@ -29,7 +29,7 @@ sampling.temperature sampling.top_k sampling.top_p sampling.min_p sampling.repet
 sampling.slots sampling.chunk sampling.kv_dtype sampling.attention sampling.batch_invariant
 sampling.max_tokens sampling.stop sampling.staleness sampling.warm_up
 reward.parts reward.verifier reward.judge.model
-env.make env.tools env.agent
+env.make env.tools env.mcp env.agent
 algorithm.name
 teacher.path teacher.policy
 optimizer.learning_rate optimizer.schedule optimizer.warmup_steps optimizer.b1 optimizer.b2
@@ -200,14 +200,14 @@ READ_IF_WITH_INPUTS: Mapping[str, Condition] = {
     "reward.function_timeout_s",
   ),
   **_when(
-    "env.make, env.tools or env.agent",
+    "env.make, env.tools, env.mcp or env.agent",
     lambda c: c.env.is_used,
     """env.parser env.max_turns env.max_calls env.step_timeout_s env.episode_timeout_s env.workers
     env.on_timeout""",
   ),
   **_when(
-    "env.make or env.tools",
-    lambda c: c.env.make or c.env.tool_names,
+    "env.make, env.tools or env.mcp",
+    lambda c: c.env.make or c.env.tool_names or c.env.mcp_servers,
     "env.role env.parallel_calls env.max_observation_tokens env.truncate env.parse_retries",
   ),
   **_when("env.agent", lambda c: c.env.agent, "env.max_conversations"),

@@ -265,6 +265,7 @@ class Environments(Rules):
     parser: str = "auto",
     limits: EpisodeLimits | None = None,
     cut: Callable[[str], str] = str,
+    close: Callable[[], None] = lambda: None,
   ):
     """Args:
     chat: the tokenizer and its template.
@@ -273,6 +274,7 @@ class Environments(Rules):
     parser: how the model writes calls, from `PARSERS`, or "auto".
     limits: None for the defaults.
     cut: removes a stop string from the text of a turn, with what follows it.
+    close: closes what the tools use.
 
     Raises:
       UserError: the environment or a tool does not have the necessary form, the parser is unknown,
@@ -281,6 +283,7 @@ class Environments(Rules):
     super().__init__(limits or EpisodeLimits())
     self.chat = chat
     self.cut = cut
+    self.close = close
     self.maker = Maker.of(environment)
     self._functions = list(tools)
     self.schemas = Tools([*tools, *self.maker.unbound]).schemas

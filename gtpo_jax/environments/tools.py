@@ -109,6 +109,8 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
   Raises:
     UserError: see `Tools`.
   """
+  if schema := getattr(function, "json_schema", None):  # a server has stated it
+    return schema
   name = getattr(function, "__name__", "")
   if not inspect.isroutine(function) or not name.isidentifier():
     raise UserError(

@@ -10,6 +10,7 @@ from gtpo_jax.config.data_sections import AUTO_PARSER, PYTHON_TOOL
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.data.records import user
 from gtpo_jax.environments import python_tool
+from gtpo_jax.environments.adapters.mcp import SERVER_START_S, McpTools
 from gtpo_jax.environments.environment import Maker
 from gtpo_jax.environments.environment_episode import Environments
 from gtpo_jax.rollout.scoring.functions import checked_callable, import_name
@@ -46,6 +47,8 @@ def environment_rules(
     environment = import_name(section.make, "environment")
   if tools is None:
     tools = [_import_tool(config, name) for name in section.tool_names]
+  servers = McpTools(section.mcp_servers, SERVER_START_S) if section.mcp_servers else None
+  tools = [*tools, *servers.functions] if servers else tools
   if environment is None and not tools:
     if "env" in dict(config.reward.weighted):
       raise UserError(
@@ -60,7 +63,8 @@ def environment_rules(
       "algorithm.turn_credit = 'reward' compares the environment's rewards for turns, but "
       f"reward.parts = {config.reward.parts!r} leaves them out; add env, as in correct,env*0.5"
     )
-  rules = Environments(chat, environment, tools, section.parser, section.limits, cut)
+  close = servers.close if servers else lambda: None
+  rules = Environments(chat, environment, tools, section.parser, section.limits, cut, close)
   question = user("x")
   template = chat.template
   shown = not rules.schemas or template.render(question, rules.schemas) != template.render(question)

@@ -1,0 +1,112 @@
+"""Tools of servers that speak the Model Context Protocol, by the package `mcp`."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import shlex
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.installing import require_package
+
+SERVER_START_S = 60.0
+CLOSE_S = 5.0
+
+
+class McpTools:
+  """The tools of some servers, which all episodes of a run share.
+
+  A thread keeps the connections. A server that is a command runs until `close`.
+
+  Attributes:
+    functions: the tools, as async functions that have their schema as `json_schema`.
+  """
+
+  def __init__(self, servers: Sequence[str], timeout_s: float):
+    """Connects, and asks for the tools.
+
+    Args:
+      servers: commands such as "python server.py", or addresses such as "http://localhost:8000/mcp".
+      timeout_s: the seconds within which each server must answer.
+
+    Raises:
+      UserError: the package `mcp` is missing, a server cannot be started or does not answer, or it
+        has no tools.
+    """
+    require_package("mcp", "env.mcp", "mcp")
+    import mcp
+
+    self.functions: list[Callable[..., Any]] = []
+    self._loop = asyncio.new_event_loop()
+    self._ends = asyncio.Event()
+    self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
+    self._thread.start()
+    self._connections = []
+    for server in servers:
+      target = server
+      if not server.startswith(("http://", "https://")):
+        command, *arguments = shlex.split(server)
+        target = mcp.StdioServerParameters(command=command, args=arguments)
+      connected: concurrent.futures.Future[Any] = concurrent.futures.Future()
+      self._connections.append(self._begin(self._connection(mcp.Client(target), connected)))
+      try:
+        client, tools = connected.result(timeout_s)
+      except Exception as error:  # the package and its transports have errors of many types
+        self.close()
+        reason = first_line(error) or f"no answer within {timeout_s:g} s"
+        raise UserError(f"env.mcp: the server {server!r} cannot be used: {reason}") from error
+      if not tools:
+        self.close()
+        raise UserError(f"env.mcp: the server {server!r} has no tools")
+      self.functions += [self._function(client, tool) for tool in tools]
+
+  async def _connection(self, client: Any, connected: concurrent.futures.Future[Any]) -> None:
+    """Keeps a connection open until `close`, on the thread of connections."""
+    try:
+      async with client:
+        connected.set_result((client, (await client.list_tools()).tools))
+        await self._ends.wait()
+    except BaseException as error:
+      if not connected.done():
+        connected.set_exception(error)
+
+  def _function(self, client: Any, tool: Any) -> Callable[..., Any]:
+    async def call(**arguments: Any) -> str:
+      future = self._begin(client.call_tool(tool.name, arguments))
+      result = await asyncio.wrap_future(future)
+      others = [part.type for part in result.content if part.type != "text"]
+      text = "\n".join(part.text for part in result.content if part.type == "text")
+      if result.is_error:
+        raise RuntimeError(text)
+      if others and not text:
+        raise RuntimeError(f"the tool returned no text but {', '.join(others)}")
+      return text
+
+    call.__name__ = tool.name
+    call.json_schema = {
+      "type": "function",
+      "function": {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+      },
+    }
+    return call
+
+  def _begin(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+    return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+  def close(self) -> None:
+    """Ends the connections, and the servers that were started."""
+    self._loop.call_soon_threadsafe(self._ends.set)
+    for connection in self._connections:
+      with contextlib.suppress(Exception):
+        connection.result(CLOSE_S)
+    self._loop.call_soon_threadsafe(self._loop.stop)
+    self._thread.join(CLOSE_S)
+    if not self._thread.is_alive():
+      self._loop.close()
