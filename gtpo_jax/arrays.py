@@ -247,6 +247,9 @@ class Rewards:
   # the algorithm does not normalise each part.
   parts: jax.Array | None = None
   part_weights: jax.Array | None = None
+  # f32[n, g, t], the value after the segment that a token is in minus the value before it; NaN on
+  # tokens that are not learned from. None if the algorithm measures no values.
+  value_gains: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -277,6 +280,7 @@ class Signals:
   parts: jax.Array | None = None
   part_weights: jax.Array | None = None
   score_norms: jax.Array | None = None  # f32[n, g, t], as in `Rollouts`; needed by "otb"
+  value_gains: jax.Array | None = None  # f32[n, g, t], as in `Rewards`; needed with `continuations`
   # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
   gaps: bool | None = flax.struct.field(pytree_node=False, default=None)
 
@@ -317,6 +321,7 @@ class Signals:
       parts=rewards.parts,
       part_weights=rewards.part_weights,
       score_norms=rollouts.score_norms,
+      value_gains=rewards.value_gains,
       gaps=rollouts.gaps,
     )
 
@@ -332,9 +337,8 @@ class Signals:
 
   def after_credit(self) -> Signals:
     """Returns the signals without some that only the advantages need."""
-    return self.replace(
-      turn_reward=None, turn_state=None, parts=None, part_weights=None, score_norms=None
-    )
+    names = ("turn_reward", "turn_state", "parts", "part_weights", "score_norms", "value_gains")
+    return self.replace(**dict.fromkeys(names))
 
   def need(self, *names: str) -> None:
     """Raises TypeError if a field is None."""
@@ -381,6 +385,7 @@ class KeyStream(enum.IntEnum):
   SAMPLE = 1
   EVALUATE = 2
   GUIDE = 3
+  CONTINUE = 4
 
 
 def key_for(seed: int, stream: KeyStream, step: int = 0) -> jax.Array:

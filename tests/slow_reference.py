@@ -31,6 +31,8 @@ TOKEN_LEVEL = {
     lambda s, share: -share,
   ),
 }
+# Their tokens have credit of their own, whatever the shaping.
+NOT_SHAPED = ("otb", "vineppo", "spo_chain")
 SEQUENCE_LEVEL = {
   "grpo_s": (
     lambda s, share: s["beta1"] + s["beta2"] * share,
@@ -58,6 +60,8 @@ EVERY_GROUP = (
   "reinforce_pp",
   "max_rl",
   "otb",
+  "vineppo",
+  "spo_chain",
   "gdpo",
   "pass_at_k",
   "pass_k_max",
@@ -99,6 +103,8 @@ def loss_mask(name, batch, s):
   mask = np.zeros_like(batch["mask"])
   for i in kept_groups(name, batch, s["contrast"]):
     mask[i] = batch["mask"][i]
+  if "value_gains" in batch:
+    mask &= batch["value_gains"] == batch["value_gains"]  # NaN: not learned from
   if s.get("forking_share") and mask.any():
     count = math.ceil(Fraction(str(s["forking_share"])) * int(mask.sum()))
     threshold = sorted(batch["entropy"][mask].tolist(), reverse=True)[count - 1]
@@ -345,6 +351,8 @@ def advantages(name, batch, s):
     out = pass_at_k(batch["correct"], penalty, every, s["pass_k"])
   elif name == "otb":
     out = otb(batch, plus | minus)
+  elif "value_gains" in batch:
+    out = {u: float(batch["value_gains"][u]) for u in np.ndindex(batch["mask"].shape)}
   elif name == "gdpo":
     out = gdpo(batch, every)
   elif name == "w_reinforce":
@@ -357,7 +365,7 @@ def advantages(name, batch, s):
   per_token = np.zeros(mask.shape)
   of_turns = turn_advantages(batch, s)
   for i, j, k in zip(*np.nonzero(mask), strict=True):
-    a = out[i, j, k if name in TOKEN_LEVEL or name == "otb" else 0]
+    a = out[i, j, k if name in TOKEN_LEVEL or name in NOT_SHAPED else 0]
     if of_turns:
       a = s["outcome_weight"] * a + s["step_weight"] * of_turns[i, j, k]
     if s.get("bonus_alpha"):

@@ -2,6 +2,7 @@
 
 from gtpo_jax.algorithms.advantages import Distillation
 from gtpo_jax.algorithms.algorithm import Algorithm, make
+from gtpo_jax.algorithms.continuations import segment_gains
 from gtpo_jax.algorithms.objectives import OBJECTIVES
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe, Settings, declarations
 from gtpo_jax.algorithms.relative_entropy import relative_entropy
@@ -20,4 +21,5 @@ __all__ = [
   "has_contrast",
   "make",
   "relative_entropy",
+  "segment_gains",
 ]

@@ -359,6 +359,14 @@ def weighted_sides(shaped: ShapedRewards, units: Units, normalisation: SideWeigh
   return normalisation.positive_weight * shaped.plus + shaped.minus
 
 
+def value_gain(shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation) -> jax.Array:
+  """Returns what the segment of a token gains in value (VinePPO, 2410.01679; SPO, 2505.23564).
+
+  Tokens of which it is unknown are not in the loss. Arguments and result are as in `joint_zscore`.
+  """
+  return units.value_gains
+
+
 def _root_mean_square(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   return jnp.sqrt(masked_mean(jnp.square(x), mask, axes, keepdims=True))
 
@@ -381,4 +389,5 @@ def _guard_signs(
 NEEDS: dict[Advantage, tuple[str, ...]] = {
   part_zscores: ("parts", "part_weights"),
   optimal_token_baseline: ("score_norms",),
+  value_gain: ("value_gains",),
 }

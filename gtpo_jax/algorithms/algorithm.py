@@ -137,12 +137,15 @@ class Algorithm:
     """Returns the tokens that enter the loss, bool[n, g, t].
 
     Args:
-      signals: `entropy`, `mask` and `correct` are needed.
+      signals: `entropy`, `mask` and `correct` are needed; with continuations, `value_gains`.
     """
     signals.need("entropy", "correct")
     _check_guided(self, signals.guided)
     selection = self.recipe.selection
     mask = selection.with_contrast(signals.mask, signals.correct, signals.guided)
+    if self.recipe.continuations:
+      signals.need("value_gains")
+      mask &= ~jnp.isnan(signals.value_gains)
     share = selection.forking_share
     return top_share(signals.entropy, mask, share) if share else mask
 
@@ -292,8 +295,9 @@ def _units(algorithm: Algorithm, x: Signals, per_completion: bool | None = None)
   if score_norms is not None and x.importance is not None:
     score_norms = score_norms * jnp.square(x.importance)
   columns = x.correct[..., None], reward[..., None], penalty[..., None]
+  of_parts = x.parts, x.part_weights
   return Units(
-    entropy, mask, *columns, tokens, x.gaps, x.turn_state, x.parts, x.part_weights, score_norms
+    entropy, mask, *columns, tokens, x.gaps, x.turn_state, *of_parts, score_norms, x.value_gains
   )
 
 

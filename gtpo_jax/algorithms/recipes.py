@@ -29,8 +29,14 @@ from gtpo_jax.algorithms.advantages import (
   part_zscores,
   quantile_zscore,
   two_sided_zscore,
+  value_gain,
   weighted_sides,
   whitened,
+)
+from gtpo_jax.algorithms.continuations import (
+  LineContinuations,
+  NoContinuations,
+  UncertainContinuations,
 )
 from gtpo_jax.algorithms.corrections import Corrections
 from gtpo_jax.algorithms.loss import Aggregation, EntropyBonus, Guide, NoGuide, ReferencePenalty
@@ -87,6 +93,7 @@ class Recipe:
     shaping: computes shaped rewards and diagnostics from units of credit.
     objective: the surrogate objective.
     normalisation: over which completions advantages are normalised.
+    continuations: where completions are cut, and how often each prefix is continued.
     turns: the credit of an episode's turns beside their completion.
     modulation: changes the advantages of single tokens by their entropy, or by a teacher.
     aggregation: how the objectives of the tokens are combined into the loss.
@@ -106,6 +113,7 @@ class Recipe:
   shaping: PlainReward = PlainReward()
   objective: Objective = Clip()
   normalisation: GroupNormalisation = GroupNormalisation()
+  continuations: NoContinuations = NoContinuations()
   turns: TurnCredit = TurnCredit()
   modulation: NoModulation = NoModulation()
   aggregation: Aggregation = Aggregation()
@@ -285,6 +293,12 @@ RECIPES: dict[str, Recipe] = {
   "max_rl": _reinforce("2602.02710", mean_normalised),
   "qae": _dapo("2509.22611", quantile_zscore, normalisation=QuantileBaseline()),
   "otb": _reinforce("2602.07078", optimal_token_baseline, shaping=TokenReward()),
+  "vineppo": _reinforce(
+    "2410.01679", value_gain, shaping=TokenReward(), continuations=LineContinuations()
+  ),
+  "spo_chain": _reinforce(
+    "2505.23564", value_gain, shaping=TokenReward(), continuations=UncertainContinuations()
+  ),
   "gdpo": _reinforce("2601.05242", part_zscores),
   "pass_at_k": _grpo("2508.10751", joint_centred, shaping=PassKShaping(), objective=_PPO),
   "pass_k_max": _reinforce("2503.19595", best_margin),
@@ -400,6 +414,9 @@ class Settings:
   guide_cap: float | None = None
   lambda_zero: float | None = None
   baseline_quantile: float | None = None
+  continuations: int | None = None
+  cut_probability: float | None = None
+  cut_interval: int | None = None
   pass_k: int | None = None
   positive_weight: float | None = None
   bonus_alpha: float | None = None

@@ -117,6 +117,7 @@ class Units(NamedTuple):
   part_weights: Any = None  # f32[n, k]
   # f32[n, g, u], of the scores of tokens, times squared importance weights if there are any
   score_norms: Any = None
+  value_gains: Any = None  # f32[n, g, u], as in `Rewards`
 
   def known(self, sets: Sets) -> Sets:
     """Returns comparison sets with the states that they need."""

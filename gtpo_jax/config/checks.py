@@ -135,6 +135,35 @@ def check_sampling(sampling: SamplingSection, batch: BatchSection, algorithm: Al
     )
 
 
+def check_continuations(
+  algorithm: Algorithm, env: EnvSection, sampling: SamplingSection, reward: RewardSection
+) -> None:
+  """Prefixes can be continued, and the reward of a continuation does not depend on others."""
+  if not algorithm.recipe.continuations:
+    return
+  name = f"algorithm {algorithm.name!r} continues completions, which"
+  if env.is_used:
+    raise UserError(
+      f"{name} does not work with episodes, because an environment cannot be made again in the "
+      "middle of one; use another algorithm, such as gigpo"
+    )
+  if sampling.staleness:
+    raise UserError(
+      f"{name} does not work with sampling.staleness = {sampling.staleness}, because several "
+      "policies drew a completion; set sampling.staleness to 0"
+    )
+  if algorithm.settings.length_penalty == "group_relative":
+    raise UserError(
+      f"{name} does not work with algorithm.length_penalty = 'group_relative', because it compares "
+      "the lengths of a group; use 'overlong'"
+    )
+  if reward.judge.opponents:
+    raise UserError(
+      f"{name} does not work with reward.judge.opponents = {reward.judge.opponents}, because the "
+      "judge compares completions of a group; set reward.judge.opponents to 0"
+    )
+
+
 def check_reward(reward: RewardSection, batch: BatchSection, algorithm: Algorithm) -> None:
   """The parts do not cancel, and a group has the opponents of a comparison."""
   weights = {name: weight for name, weight in reward.weighted if weight}

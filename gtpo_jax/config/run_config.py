@@ -10,6 +10,7 @@ from typing import Any
 from gtpo_jax import algorithms
 from gtpo_jax.algorithms import Algorithm, Distillation
 from gtpo_jax.config.checks import (
+  check_continuations,
   check_data,
   check_env,
   check_model,
@@ -94,6 +95,7 @@ class Config:
     algorithm = self.resolved_algorithm
     check_env(self.env, self.data, self.teacher, self.sampling, algorithm)
     check_sampling(self.sampling, self.batch, algorithm)
+    check_continuations(algorithm, self.env, self.sampling, self.reward)
     check_reward(self.reward, self.batch, algorithm)
     check_teacher(self.teacher, algorithm)
 

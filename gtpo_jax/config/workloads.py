@@ -20,7 +20,8 @@ def run_workloads(config: Config, problems: int | None = None) -> dict[str, Work
   """
   params = config.sampling_params
   batch = config.batch.prompts
-  resumes = config.sampling.staleness > 0
+  continued = config.resolved_algorithm.recipe.continuations
+  resumes = config.sampling.staleness > 0 or bool(continued)
   turns = config.env.is_used
   workloads = {
     SAMPLING: Workload(config.pool_size, config.policy_completions, params, resumes, turns)

@@ -71,6 +71,7 @@ class CreditRecord:
   turn_reward: np.ndarray  # f32[n, g, t], as in `Rewards`; 0 if turns are not compared
   turn_state: np.ndarray  # i32[n, g, t], as in `Rewards`; 0 if turns are not compared
   score_norms: np.ndarray  # f32[n, g, t], as in `Rollouts`; 0 unless the algorithm needs them
+  value_gains: np.ndarray  # f32[n, g, t], as in `Rewards`; 0 unless the algorithm needs them
   turn_truth: np.ndarray  # f32[n, g, t], see `_turn_truth`; NaN if unknown
   truth: np.ndarray  # u8[n, g, t], the codes of `logs.truth`; all 0 if they are unknown
   shown: np.ndarray  # i32[k], indices of the groups shown
@@ -104,6 +105,7 @@ class CreditRecord:
       parts=self.parts,
       part_weights=self.part_weights,
       score_norms=self.score_norms,
+      value_gains=self.value_gains,
     )
     return signals.only(self.valid)
 
@@ -115,6 +117,7 @@ OF_BATCH = (
   "turn_reward",
   "turn_state",
   "score_norms",
+  "value_gains",
   "turn_truth",
   "truth",
 )  # stored for all tokens of the batch, without padding
@@ -167,6 +170,7 @@ def write_credit(
     turn_reward=_or_zeros(rewards.turn_reward, rollouts.tokens, np.float32),
     turn_state=_or_zeros(rewards.turn_state, rollouts.tokens, np.int32),
     score_norms=_or_zeros(rollouts.score_norms, rollouts.tokens, np.float32),
+    value_gains=_or_zeros(rewards.value_gains, rollouts.tokens, np.float32),
     turn_truth=_turn_truth(truth.turns, rollouts.tokens.shape),
     truth=_or_zeros(truth.tokens, rollouts.tokens, np.uint8),
     shown=shown,
@@ -354,7 +358,7 @@ def _read(file: Path) -> CreditRecord:
   texts.setdefault("stops", [[""] * g] * k)  # of runs before 0.2.0
   present = np.arange(width) < arrays["lengths"][..., None]
   arrays.setdefault("divergence", np.zeros_like(arrays["entropy"]))  # of runs before 0.2.0
-  for name in ("turn_reward", "turn_state", "score_norms"):  # of runs before 0.4.0
+  for name in ("turn_reward", "turn_state", "score_norms", "value_gains"):  # of runs before 0.4.0
     dtype = np.int32 if name == "turn_state" else np.float32
     arrays.setdefault(name, np.zeros(arrays["entropy"].shape, dtype))
   arrays.setdefault("parts", np.zeros((*arrays["lengths"].shape, 0), np.float32))

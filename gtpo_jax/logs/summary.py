@@ -43,6 +43,7 @@ def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
     "each program is compiled when it is first needed: "
     "the first evaluation and the first steps take longest",
     describe_compile_cache(),
+    *_cost_of_continuations(config),
     *_short_warm_up(config),
   ]
 
@@ -72,6 +73,19 @@ def corrected(expected: Expected, config: Config, done: int, step_s: float) -> s
   """Returns the same line for the time of a step that was measured, after some steps."""
   rest = expected.rest(config, done) * step_s / expected.step
   return f"measured: {step_s:.2g} s a step, so about {duration(rest)} for the rest of the run"
+
+
+def _cost_of_continuations(config: Config) -> list[str]:
+  """Says how many tokens continuations cost, if there are any, with cuts evenly spaced."""
+  part = config.resolved_algorithm.recipe.continuations
+  if not part:
+    return []
+  times = lambda cuts: 1 + part.continuations * (1 / config.batch.group + cuts / 2)
+  return [
+    f"{config.algorithm.name} draws {part.continuations} continuations of each prompt and at each "
+    f"cut: about {times(1):.3g} times the tokens of grpo with one cut of each completion, "
+    f"{times(4):.3g} times with four; continuations/tokens says how many it draws"
+  ]
 
 
 def _short_warm_up(config: Config) -> list[str]:

@@ -62,6 +62,11 @@ def prepare(inputs: Inputs, display: Display) -> Parts:
       config, environment=inputs.environment, tools=inputs.tools, agent=inputs.agent
     )
     check_divisible(config, worker.model)
+  if worker.episodes and config.resolved_algorithm.recipe.continuations:
+    raise UserError(
+      f"algorithm {config.algorithm.name!r} continues completions, which does not work with "
+      "episodes; use another algorithm, such as gigpo"
+    )
   reward_manager = RewardManager(config, inputs.reward)
   teacher = make_teacher(config, worker, display.say, inputs.records)
   check_prompts(config, worker, teacher)

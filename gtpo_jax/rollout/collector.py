@@ -15,6 +15,7 @@ from gtpo_jax.data.records import Problems
 from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.batch import Batch, Placement
+from gtpo_jax.rollout.continuations import with_gains
 from gtpo_jax.rollout.drawing import make_drawing
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_metrics import sampled_metrics, source_metrics, staleness_metrics
@@ -115,12 +116,13 @@ class Collector:
     self, params: Params, version: int, say: Callable[[str], None], stopping: Callable[[], bool]
   ) -> Batch:
     began = time.perf_counter()
+    config = self._config
     policy = self.worker.policy(params)
     policies = filter(None, (policy, self._frozen.guide))
     engines = list(dict.fromkeys(policy.engine for policy in policies))
     for engine in engines:
       engine.spans.clear()
-    most_rounds = self._config.batch.max_gen_batches if self._settings.dynamic_sampling else 1
+    most_rounds = config.batch.max_gen_batches if self._settings.dynamic_sampling else 1
     rounds: list[GroupPool] = []
     chosen = None
     while chosen is None and len(rounds) < most_rounds:
@@ -128,6 +130,12 @@ class Collector:
       rounds.append(pool)
       chosen = pool.choose()
     groups, metrics = self._take(chosen, rounds, version, say)
+    if config.resolved_algorithm.recipe.continuations:
+      keys = _keys(config, policy.engine, KeyStream.CONTINUE, groups, config.batch.group)
+      groups, measured = with_gains(
+        config, self.worker, self._reward_manager, policy, groups, keys, stopping
+      )
+      metrics |= measured
     sampled = time.perf_counter()
     rollouts, rewards = self.placement.place(params, groups, version)
     scoring_s = sum(pool.scoring_s for pool in rounds)

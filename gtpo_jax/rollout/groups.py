@@ -207,6 +207,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     turn_state=like(jnp.int32, n, g, t) if algorithm.recipe.turns else None,
     parts=like(jnp.float32, n, g, k) if by_part else None,
     part_weights=like(jnp.float32, n, k) if by_part else None,
+    value_gains=token_float if algorithm.recipe.continuations else None,
   )
   return rollouts, rewards
 

@@ -15,7 +15,8 @@ from gtpo_jax.algorithms.advantages import no_credit
 NAMES = tuple(name for name, recipe in RECIPES.items() if recipe.advantage != no_credit)
 CONTRAST = tuple(name for name in NAMES if name not in EVERY_GROUP)
 # A reward is credit without others to be compared with; in "otb" at the end of the longest one.
-WITHOUT_BASELINE = ("w_reinforce", "otb")
+# Gains in value are not rewards of the batch.
+WITHOUT_BASELINE = ("w_reinforce", "otb", "vineppo", "spo_chain")
 # Groups that are all correct or all incorrect are in the loss, with advantages of 0.
 ZERO_WITHOUT_CONTRAST = ("pass_at_k",)
 WITHOUT_ENTROPY = tuple(name for name in NAMES if name not in BY_ENTROPY)
@@ -152,6 +153,9 @@ def random_needs(rng, name, batch):
   if "score_norms" in RECIPES[name].needs:
     norms = np.where(batch["mask"], 2 * rng.random(batch["mask"].shape) ** 2, 9e3)
     needs["score_norms"] = norms.astype(np.float32)
+  if RECIPES[name].continuations:
+    gains = np.where(rng.random(batch["mask"].shape) < 0.2, np.nan, rng.normal(size=(*shape, 1)))
+    needs["value_gains"] = np.where(batch["mask"], gains, 9e3).astype(np.float32)
   if "parts" in RECIPES[name].needs:
     parts = np.stack([batch["reward"], *rng.random((2, *shape)).round(1)], -1)
     needs["parts"] = parts.astype(np.float32)

@@ -132,6 +132,18 @@ PUBLISHED = {
   "max_rl": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "qae": ({**DAPO, "baseline_quantile": 0.4}, (-1, 1)),
   "otb": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
+  "vineppo": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2, "continuations": 9}, (0, 1)),
+  "spo_chain": (
+    {
+      **COMMON,
+      **EVERY_GROUP,
+      "eps_high": 0.2,
+      "continuations": 9,
+      "cut_probability": 0.9,
+      "cut_interval": 5,
+    },
+    (0, 1),
+  ),
   "gdpo": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "pass_at_k": ({**GRPO, "pass_k": 4}, (0, 1)),
   "pass_k_max": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),

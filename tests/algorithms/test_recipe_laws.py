@@ -94,7 +94,7 @@ def test_a_batch_without_any_contrast_teaches_nothing(name):
     assert got["loss"] == 0 and not got["grad"].any() and not got["advantages"].any()
 
 
-PER_TOKEN = ("entropy", "divergence", "score_norms")
+PER_TOKEN = ("entropy", "divergence", "score_norms", "value_gains")
 
 
 # --- padding, order and the unit of entropy have no effect ---

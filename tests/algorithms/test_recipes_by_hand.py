@@ -307,6 +307,22 @@ def test_otb():
     algorithm.advantages(**x)
 
 
+def test_vineppo_and_spo_chain():
+  """Two segments in the first completion; in the third, the second one is not learned from."""
+  gains = jnp.asarray([[[0.25, 0.5], [0.75, 9.0], [-0.5, jnp.nan], [0.0, 9.0]]])
+  x = {"entropy": jnp.asarray(TOKENS), "mask": MASK, "correct": CORRECT, "reward": REWARD}
+  for name in ("vineppo", "spo_chain"):
+    algorithm = make(name)
+    got = algorithm.advantages(**x, value_gains=gains)
+    close(got, per_token(0.25, 0.5, 0.75, -0.5, 0, 0))
+    mask = algorithm.loss_mask(**x, value_gains=gains)
+    assert not mask[0, 2, 1] and mask.sum() == 5
+    loss, _ = algorithm.loss(log_probs=OLD, log_probs_old=OLD, advantages=got, mask=mask)
+    close(loss, -1.0 / 5)  # the mean over five tokens
+    with pytest.raises(UserError, match=f"'{name}' needs value_gains; pass it"):
+      algorithm.advantages(**x)
+
+
 def test_gdpo():
   """A verdict, and half as much a format that the failures keep more often than the success."""
   x = completions(1, 0, 0, 0) | {

@@ -41,6 +41,7 @@ def make_record(step=3):
     turn_reward=np.where(mask, np.float32(0.5), 0),
     turn_state=np.where(mask, np.int32(2), 0),
     score_norms=np.where(mask, np.float32(1.5), 0),
+    value_gains=np.where(mask, np.float32(-0.5), 0),
     turn_truth=np.where(mask, np.float32(-0.75), 0),
     truth=np.where(mask, 12, 0).astype(np.uint8),
     shown=np.array([1], np.int32),

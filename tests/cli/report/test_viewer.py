@@ -57,6 +57,7 @@ def record_of(correct, lengths, width):
     turn_state=np.zeros((*shape, width), np.int32),
     turn_truth=np.zeros((*shape, width), np.float32),
     score_norms=np.zeros((*shape, width), np.float32),
+    value_gains=np.zeros((*shape, width), np.float32),
     correct=np.asarray([correct]),
     reward=none,
     parts=np.zeros((*shape, 0), np.float32),

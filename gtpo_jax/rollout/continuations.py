@@ -1,0 +1,198 @@
+"""Monte-Carlo values: prefixes of completions are continued, and their continuations are scored.
+
+The value of a prefix is the mean reward of its continuations by the policy that drew it, scored as
+the completions of the run are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from gtpo_jax.algorithms import segment_gains
+from gtpo_jax.config import Config
+from gtpo_jax.rollout.groups import Group
+from gtpo_jax.rollout.scoring.manager import RewardManager
+from gtpo_jax.rollout.scoring.pending import PendingRewards
+from gtpo_jax.rollout.worker import Policy, RolloutWorker
+from gtpo_jax.runtime.signals import Stopped
+from gtpo_jax.sampling.completion import Completion, Prompt
+from gtpo_jax.sampling.settings import SamplingParams
+
+
+class Values(NamedTuple):
+  """The values of the prefixes of a batch's completions.
+
+  Attributes:
+    mean: f64[n, g, c], the mean reward of the continuations of each prefix, penalties included;
+      NaN where none has a verdict, and for prefixes that a completion does not have.
+    error: f64[n, g, c], its standard error; NaN for fewer than two verdicts.
+    tokens: the tokens that were drawn.
+  """
+
+  mean: np.ndarray
+  error: np.ndarray
+  tokens: int
+
+
+def prefix_values(
+  worker: RolloutWorker,
+  reward_manager: RewardManager,
+  policy: Policy,
+  groups: Sequence[Group],
+  cuts: Sequence[Sequence[Sequence[int]]],
+  count: int,
+  keys: np.ndarray,
+  sampling_params: SamplingParams,
+  stopping: Callable[[], bool] = lambda: False,
+) -> Values:
+  """Returns the values of prefixes, from `count` continuations of each.
+
+  Those of an empty prefix are sampled once for the group.
+
+  Args:
+    worker: decodes completions.
+    reward_manager: scores the continuations. Each prefix is a group of its own.
+    policy: continues the prefixes.
+    groups: n groups, whose completions have ended and are no episodes.
+    cuts: [n][g], the lengths of the prefixes of each completion, each below the completion's.
+    count: continuations of a prefix.
+    keys: u32[n, g, 2], PRNG key data; the number of the prefix and of the continuation are folded
+      in.
+    sampling_params: how tokens are drawn.
+    stopping: called after each chunk of tokens.
+
+  Raises:
+    Stopped: `stopping` returned True.
+  """
+  widest = max((len(x) for row in cuts for x in row), default=0)
+  places = [
+    (i, j, k, length)
+    for i, row in enumerate(cuts)
+    for j, lengths in enumerate(row)
+    for k, length in enumerate(lengths)
+  ]
+  first_of = {}  # the place at which an empty prefix of each group is continued
+  for i, j, k, length in places:
+    if not length:
+      first_of.setdefault(i, (i, j, k))
+  sampled = [x for x in places if x[3] or first_of[x[0]] == x[:3]]
+  mean = np.full((len(groups), len(cuts[0]) if cuts else 0, widest), np.nan)
+  error = mean.copy()
+  if not sampled:
+    return Values(mean, error, 0)
+  prompts = [Prompt(group.completions[0].prompt.tokens) for group in groups]
+  rows: dict[int, list[Completion]] = {}
+  derived = {
+    place: policy.engine.completion_keys(jax.random.wrap_key_data(keys[place]), widest, count)
+    for place in dict.fromkeys((i, j) for i, j, _, _ in sampled)
+  }
+  for i, j, k, length in sampled:
+    of_prefix = [
+      _continuation(groups[i].completions[j], prompts[i], length, key) for key in derived[i, j][k]
+    ]
+    for index, completion in enumerate(of_prefix):
+      completion.group = (i, j, k)
+      completion.index = index
+    rows.setdefault(i, []).extend(of_prefix)
+  problems = {(i, j, k): groups[i].problem for i, j, k, _ in sampled}
+  pending = PendingRewards(reward_manager, problems, count, worker.decode)
+  with jax.profiler.TraceAnnotation("sample"):
+    session = policy.engine.session(
+      policy.params,
+      [group.completions for group in groups],
+      sampling_params,
+      longest_prompt=max(len(prompt.tokens) for prompt in prompts),
+    )
+    for i, row in rows.items():
+      session.submit(prompts[i], row)
+    while session.busy:
+      pending.put(session.step())
+      if stopping():
+        raise Stopped
+  result = pending.result(stopping)
+  reward = np.where(result.scored, result.reward + result.penalty, np.nan).astype(np.float64)
+  for (i, j, k, length), row in zip(sampled, reward, strict=True):
+    known = row[~np.isnan(row)]
+    same = [j] if length else [other for other, x in enumerate(cuts[i]) if x and not x[0]]
+    at = (i, same, k)
+    mean[at] = known.mean() if known.size else np.nan
+    error[at] = known.std(ddof=1) / np.sqrt(known.size) if known.size > 1 else np.nan
+  drawn = sum(completion.length for row in rows.values() for completion in row)
+  return Values(mean, error, drawn - count * sum(length for *_, length in sampled))
+
+
+def with_gains(
+  config: Config,
+  worker: RolloutWorker,
+  reward_manager: RewardManager,
+  policy: Policy,
+  groups: Sequence[Group],
+  keys: np.ndarray,
+  stopping: Callable[[], bool],
+) -> tuple[list[Group], dict[str, float]]:
+  """Returns groups with `Rewards.value_gains`, as the algorithm defines them, and metrics.
+
+  The last value of a completion is its own reward. The arguments are those of `prefix_values`.
+  """
+  part = config.resolved_algorithm.recipe.continuations
+  cuts = [
+    [
+      part.cuts(completion.arrays()["log_probs"], worker.chat.pieces(completion.tokens))
+      for completion in group.completions
+    ]
+    for group in groups
+  ]
+  prefixes = [
+    [[0, *x] if valid else [] for x, valid in zip(row, group.rewards.valid, strict=True)]
+    for row, group in zip(cuts, groups, strict=True)
+  ]
+  values = prefix_values(
+    worker,
+    reward_manager,
+    policy,
+    groups,
+    prefixes,
+    part.continuations,
+    keys,
+    config.sampling_params,
+    stopping,
+  )
+  t = config.sampling.max_tokens
+  measured = []
+  for i, group in enumerate(groups):
+    rewards = group.rewards
+    gains = np.full((len(group.completions), t), np.nan, np.float32)
+    for j, completion in enumerate(group.completions):
+      if not rewards.valid[j]:
+        continue
+      before = values.mean[i, j, : len(prefixes[i][j])]
+      last = rewards.reward[j] + rewards.penalty[j]
+      m = completion.length
+      found = segment_gains([*before, last], cuts[i][j], m)
+      gains[j, :m] = np.where(part.learned(completion.arrays()["log_probs"]), found, np.nan)
+    measured.append(dataclasses.replace(group, rewards=rewards.replace(value_gains=gains)))
+  known = values.error[~np.isnan(values.error)]
+  counts = [len(x) - 1 for row in prefixes for x in row if x]
+  return measured, {
+    "continuations/tokens": float(values.tokens),
+    "continuations/cuts": float(np.mean(counts)) if counts else np.nan,
+    "continuations/error": float(known.mean()) if known.size else np.nan,
+  }
+
+
+def _continuation(
+  completion: Completion, prompt: Prompt, length: int, key: np.ndarray
+) -> Completion:
+  """Returns a completion that continues the first `length` tokens of another one."""
+  continuation = Completion(
+    prompt, key, completion.limit, completion.stop, route_shape=completion.route_shape
+  )
+  if length:
+    prefix = {name: x[:length] for name, x in completion.arrays().items()}
+    continuation.replace(prefix, finished=False)
+  return continuation
