@@ -23,6 +23,7 @@ from gtpo_jax.rollout.collector import _keys
 from gtpo_jax.rollout.continuations import prefix_values
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.settings import GREEDY
 
 SPO = make("spo_chain").recipe.continuations
@@ -117,6 +118,25 @@ def test_a_batch_and_its_repetition():
       assert np.isnan(rewards.value_gains[i, j, len(gains) :]).all()
   assert 0.5 < first.metrics["continuations/cuts"] <= 2 and first.metrics["continuations/error"] > 0
   assert np.unique(host(first)[1].value_gains[~np.isnan(host(first)[1].value_gains)]).size > 3
+
+
+def test_a_run_that_is_stopped_while_it_continues_completions():
+  """The next one draws the same batch and the same continuations."""
+  config = config_of("spo_chain", **{"algorithm.continuations": 3})
+  _, params = random_worker(config)
+  polls = []
+  collector = make_collector(config)
+  whole = collector.collect(params, 0, print, lambda: bool(polls.append(len(polls))))
+  plain = []
+  make_collector(config_of("grpo")).collect(params, 0, print, lambda: bool(plain.append(0)))
+  assert len(polls) > len(plain) + 3
+  for last in (len(plain) + 1, len(polls) - 1):
+    polls.clear()
+    stopped = make_collector(config)
+    with pytest.raises(Stopped):
+      stopped.collect(params, 0, print, lambda last=last: polls.append(0) or len(polls) >= last)
+    again = stopped.collect(params, 0, print)
+    jax.tree.map(np.testing.assert_array_equal, host(again), host(whole))
 
 
 def test_a_completion_without_cuts_has_the_baseline_of_its_prompt():
