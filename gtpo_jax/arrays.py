@@ -386,6 +386,7 @@ class KeyStream(enum.IntEnum):
   EVALUATE = 2
   GUIDE = 3
   CONTINUE = 4
+  MEASURE = 5
 
 
 def key_for(seed: int, stream: KeyStream, step: int = 0) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.config.data_sections import DataSection, EnvSection, RewardSection, WarmStartSection
-from gtpo_jax.config.monitoring import EvalSection
+from gtpo_jax.config.monitoring import EvalSection, LogSection
 from gtpo_jax.config.sections import BatchSection, ModelSection, SamplingSection, TeacherSection
 from gtpo_jax.data.readers import check_exists
 from gtpo_jax.data.sources import is_source
@@ -136,18 +136,24 @@ def check_sampling(sampling: SamplingSection, batch: BatchSection, algorithm: Al
 
 
 def check_continuations(
-  algorithm: Algorithm, env: EnvSection, sampling: SamplingSection, reward: RewardSection
+  algorithm: Algorithm,
+  env: EnvSection,
+  sampling: SamplingSection,
+  reward: RewardSection,
+  log: LogSection,
 ) -> None:
   """Prefixes can be continued, and the reward of a continuation does not depend on others."""
-  if not algorithm.recipe.continuations:
+  learns = algorithm.recipe.continuations
+  if not (learns or log.continuations):
     return
-  name = f"algorithm {algorithm.name!r} continues completions, which"
+  who = f"algorithm {algorithm.name!r}" if learns else f"log.continuations = {log.continuations}"
+  name = f"{who} continues completions, which"
   if env.is_used:
     raise UserError(
       f"{name} does not work with episodes, because an environment cannot be made again in the "
-      "middle of one; use another algorithm, such as gigpo"
+      "middle of one; leave it out"
     )
-  if sampling.staleness:
+  if learns and sampling.staleness:
     raise UserError(
       f"{name} does not work with sampling.staleness = {sampling.staleness}, because several "
       "policies drew a completion; set sampling.staleness to 0"

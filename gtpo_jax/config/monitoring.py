@@ -93,6 +93,8 @@ class LogSection:
       the first and the last step are recorded too; 0 for no records.
     credit_groups: groups per record whose tokens are kept, those with the most mixed verdicts
       first; for the other groups only entropies and verdicts are kept.
+    continuations: at each record, prefixes of the group with the most mixed verdicts are continued
+      so often, to measure how well the credit orders its segments (`truth/mc_*`); 0 for never.
   """
 
   tensorboard: bool = True
@@ -101,6 +103,7 @@ class LogSection:
   samples: int = setting(4, bound=at_least(0))
   credit_every: int = setting(10, bound=at_least(0))
   credit_groups: int = setting(4, bound=at_least(1))
+  continuations: int = setting(0, bound=at_least(0))
 
   def keeps_credit(self, step: int, last: int) -> bool:
     """Whether credit is recorded at step `step` of a run of `last` steps."""

@@ -180,7 +180,9 @@ READ_IF: Mapping[str, Condition] = {
     "warm_start.slips",
   ),
   **_when("eval.temperature above 0", lambda c: c.eval.temperature, "eval.top_p"),
-  **_when("log.credit_every above 0", lambda c: c.log.credit_every, "log.credit_groups"),
+  **_when(
+    "log.credit_every above 0", lambda c: c.log.credit_every, "log.credit_groups log.continuations"
+  ),
 }
 # What a Python program passes (data, a reward function, an environment) can make these be read.
 READ_IF_WITH_INPUTS: Mapping[str, Condition] = {

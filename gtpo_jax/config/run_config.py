@@ -95,7 +95,7 @@ class Config:
     algorithm = self.resolved_algorithm
     check_env(self.env, self.data, self.teacher, self.sampling, algorithm)
     check_sampling(self.sampling, self.batch, algorithm)
-    check_continuations(algorithm, self.env, self.sampling, self.reward)
+    check_continuations(algorithm, self.env, self.sampling, self.reward, self.log)
     check_reward(self.reward, self.batch, algorithm)
     check_teacher(self.teacher, algorithm)
 

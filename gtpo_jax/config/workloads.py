@@ -20,7 +20,7 @@ def run_workloads(config: Config, problems: int | None = None) -> dict[str, Work
   """
   params = config.sampling_params
   batch = config.batch.prompts
-  continued = config.resolved_algorithm.recipe.continuations
+  continued = config.resolved_algorithm.recipe.continuations or config.log.continuations
   resumes = config.sampling.staleness > 0 or bool(continued)
   turns = config.env.is_used
   workloads = {

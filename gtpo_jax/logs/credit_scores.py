@@ -14,7 +14,7 @@ import numpy as np
 
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.logs.credit import batch_signals, shaped_and_advantages
-from gtpo_jax.logs.truth import CLASSES, BatchTruth, decides, is_wrong, of_class
+from gtpo_jax.logs.truth import CLASSES, BatchTruth, Segments, decides, is_wrong, of_class
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.scoring.turn_signals import first_tokens
 
@@ -27,7 +27,7 @@ def step_metrics(algorithm: Algorithm, batch: Batch, truth: BatchTruth) -> dict[
   `truth/known` is the share of the tokens with a code; `truth_metrics` and `turn_metrics` describe
   the others. Every process must call it.
   """
-  if truth.tokens is None and not truth.turns:
+  if truth.tokens is None and not truth.turns and truth.segments is None:
     return {}
   signals = batch_signals(batch)
   _, advantages = shaped_and_advantages(algorithm, signals)
@@ -41,7 +41,41 @@ def step_metrics(algorithm: Algorithm, batch: Batch, truth: BatchTruth) -> dict[
   for player, of_turns in truth.turns.items():
     found = turn_metrics(of_turns, advantages, mask)
     metrics |= {f"truth/turn_{name}/{player}": value for name, value in found.items()}
+  if truth.segments is not None:
+    metrics |= segment_metrics(truth.segments, advantages[truth.segments.group])
   return metrics
+
+
+def segment_metrics(segments: Segments, advantages: np.ndarray) -> dict[str, float]:
+  """Returns how well the credit of a group orders its segments as their gains in value do.
+
+  The credit of a segment is the mean advantage of its tokens. `truth/mc_rank` is Kendall's rank
+  correlation within completions, where the credit of whole completions is always 0, and
+  `truth/mc_rank_group` that over all segments of the group. Gains are noisy, with the values'
+  standard error `truth/mc_error`, so even perfect credit does not reach 1.
+
+  Args:
+    segments: of a group.
+    advantages: f32[g, t], of the group.
+  """
+  gains, credit, completions = [], [], []
+  for j, number in enumerate(segments.number):
+    for k in range(number.max(initial=-1) + 1):
+      tokens = number == k
+      gain = float(segments.gain[j, tokens][0])
+      if not np.isnan(gain):
+        gains.append(round(gain, DIGITS))
+        credit.append(float(advantages[j, tokens].mean(dtype=np.float64)))
+        completions.append(j)
+  x = np.asarray(credit)
+  x = np.round(x / (np.abs(x).max(initial=0.0) or 1.0), DIGITS)
+  y, sets = np.asarray(gains), np.asarray(completions, int)
+  return {
+    "truth/mc_rank": rank_correlation(x, y, sets),
+    "truth/mc_rank_group": rank_correlation(x, y, np.zeros_like(sets)),
+    "truth/mc_error": segments.error,
+    "truth/mc_tokens": float(segments.tokens),
+  }
 
 
 def turn_metrics(truth: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> dict[str, float]:

@@ -7,22 +7,31 @@ code is 0 for a token of which the truth is unknown. Otherwise it is 1 + the ind
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from gtpo_jax.algorithms import segment_gains
+from gtpo_jax.arrays import KeyStream
+from gtpo_jax.config import Config
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.environments.episodes import Rules
 from gtpo_jax.environments.turns import Episode
+from gtpo_jax.models.params import Params
 from gtpo_jax.rewards import MARKS, knows_truth, truth_marks
 from gtpo_jax.rollout.batch import Batch
+from gtpo_jax.rollout.collector import group_keys
+from gtpo_jax.rollout.continuations import prefix_values
 from gtpo_jax.rollout.groups import Group
+from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.turn_signals import write_turns
 from gtpo_jax.rollout.worker import RolloutWorker
 
 CLASSES = ("inert", "filler", "copied", "decisive")
 WRONG = 8
+UNCERTAIN = 0.9  # completions are cut before tokens with a smaller probability
+MOST_SEGMENTS = 8  # of a completion whose values are measured
 # By whom a turn is followed in its true advantage: the best player, or the policy that played it.
 PLAYERS = ("best", "policy")
 _CODES = dict(zip(MARKS, (1, 2, 3, 4, 3 + WRONG, 4 + WRONG), strict=True))
@@ -43,6 +52,24 @@ def of_class(codes: np.ndarray, name: str) -> np.ndarray:
   return (codes & ~np.uint8(WRONG)) == 1 + CLASSES.index(name)
 
 
+class Segments(NamedTuple):
+  """What the segments of a group's completions gain in value, measured by continuations.
+
+  Attributes:
+    group: the index of the group in its batch.
+    number: i32[g, t], the number of the segment of each token, from 0; -1 on others.
+    gain: f32[g, t], the value after its segment minus the value before it; NaN if unknown.
+    error: the mean standard error of the values.
+    tokens: the tokens that were drawn.
+  """
+
+  group: int
+  number: np.ndarray
+  gain: np.ndarray
+  error: float
+  tokens: int
+
+
 class BatchTruth(NamedTuple):
   """The truth of a batch, on the host.
 
@@ -50,10 +77,12 @@ class BatchTruth(NamedTuple):
     tokens: u8[n, g, t], the tokens' codes; None if no problem of the batch knows them.
     turns: f32[n, g, t] by player, the true advantages of turns; only the players for whom some are
       known.
+    segments: what segments of one group gain in value; None if that was not measured.
   """
 
   tokens: np.ndarray | None
   turns: Mapping[str, np.ndarray]
+  segments: Segments | None = None
 
 
 def batch_truth(batch: Batch, worker: RolloutWorker, own_verifier: bool = False) -> BatchTruth:
@@ -73,6 +102,61 @@ def batch_truth(batch: Batch, worker: RolloutWorker, own_verifier: bool = False)
     worker.episodes.rules if worker.episodes else None,
   )
   return BatchTruth(token_truth(groups, t, worker.chat, own_verifier), turns)
+
+
+def segment_truth(
+  config: Config,
+  batch: Batch,
+  worker: RolloutWorker,
+  reward_manager: RewardManager,
+  params: Params,
+  stopping: Callable[[], bool],
+) -> Segments:
+  """Measures what segments of the group with the most mixed verdicts gain in value.
+
+  Completions are cut before uncertain tokens, into `MOST_SEGMENTS` segments at most.
+
+  Args:
+    config: the run's config.
+    batch: of a step.
+    worker: sampled it.
+    reward_manager: scores continuations.
+    params: of the policy that sampled it.
+    stopping: called after each chunk of tokens.
+
+  Raises:
+    Stopped: `stopping` returned True.
+  """
+  correct, scored = batch.correct, batch.scored
+  index = int(np.argmax(np.minimum((correct & scored).sum(1), (~correct & scored).sum(1))))
+  group = batch.groups[index]
+  policy = worker.policy(params)
+  keys = group_keys(config, policy.engine, KeyStream.MEASURE, [group], config.batch.group)
+  cuts = []
+  for completion in group.completions:
+    uncertain = np.exp(completion.arrays()["log_probs"][1:]) < UNCERTAIN
+    points = 1 + np.flatnonzero(uncertain & completion.mask[1:])
+    places = np.linspace(0, len(points), MOST_SEGMENTS + 1)[1:-1].astype(int)
+    cuts.append(points.tolist() if len(points) < MOST_SEGMENTS else points[places].tolist())
+  prefixes = [[[0, *x] for x in cuts]]
+  count = config.log.continuations
+  params = config.sampling_params
+  values = prefix_values(
+    worker, reward_manager, policy, [group], prefixes, count, keys, params, stopping
+  )
+  shape = (len(cuts), config.sampling.max_tokens)
+  number = np.full(shape, -1, np.int32)
+  gain = np.full(shape, np.nan, np.float32)
+  rewards = group.rewards
+  for j, completion in enumerate(group.completions):
+    m = completion.length
+    if rewards.scored[j]:
+      last = rewards.reward[j] + rewards.penalty[j]
+      gain[j, :m] = segment_gains([*values.mean[0, j, : len(cuts[j]) + 1], last], cuts[j], m)
+      number[j, :m] = np.searchsorted(cuts[j], np.arange(m), side="right")
+  known = values.error[~np.isnan(values.error)]
+  error = float(known.mean()) if known.size else np.nan
+  return Segments(index, number, gain, error, values.tokens)
 
 
 def token_truth(

@@ -62,10 +62,13 @@ def prepare(inputs: Inputs, display: Display) -> Parts:
       config, environment=inputs.environment, tools=inputs.tools, agent=inputs.agent
     )
     check_divisible(config, worker.model)
-  if worker.episodes and config.resolved_algorithm.recipe.continuations:
+  if worker.episodes and (
+    config.resolved_algorithm.recipe.continuations or config.log.continuations
+  ):
     raise UserError(
-      f"algorithm {config.algorithm.name!r} continues completions, which does not work with "
-      "episodes; use another algorithm, such as gigpo"
+      f"algorithm {config.algorithm.name!r} with log.continuations = {config.log.continuations} "
+      "continues completions, which does not work with episodes; use another algorithm, or leave "
+      "log.continuations out"
     )
   reward_manager = RewardManager(config, inputs.reward)
   teacher = make_teacher(config, worker, display.say, inputs.records)

@@ -34,7 +34,7 @@ from gtpo_jax.logs.summary import (
   without_other_evaluations,
 )
 from gtpo_jax.logs.trackers import make_trackers
-from gtpo_jax.logs.truth import batch_truth
+from gtpo_jax.logs.truth import Segments, batch_truth, segment_truth
 from gtpo_jax.loop.evaluations import Evaluations
 from gtpo_jax.loop.guards import Guards
 from gtpo_jax.loop.prepare import Parts
@@ -214,13 +214,15 @@ class Run:
     Raises:
       Stopped: the run was asked to stop before the update was compiled.
     """
+    segments = self._measured_segments(state, batch)
     collected = time.perf_counter()
     return_freed_memory()
     with _sampled_again(self.collector), jax.profiler.TraceAnnotation("update"), phase("update"):
       state, metrics = self._compiled_update(state, batch.rollouts, batch.rewards, *self._teacher)
       metrics = {name: float(value) for name, value in fetch(metrics).items()}
       own_verifier = self._parts.reward_manager.has_own_verifier
-      self._truth = batch_truth(batch, self.worker, own_verifier)
+      truth = batch_truth(batch, self.worker, own_verifier)
+      self._truth = truth._replace(segments=segments)
       metrics |= step_metrics(self.config.resolved_algorithm, batch, self._truth)
     ended = time.perf_counter()
     self.state = state
@@ -232,6 +234,16 @@ class Run:
       "tokens/s": tokens / (ended - self._step_began),
       "compiles": compile_count(),
     }
+
+  def _measured_segments(self, state: TrainState, batch: Batch) -> Segments | None:
+    """Measures values with the policy that sampled the batch, at steps with a credit record."""
+    config = self.config
+    step = int(state.step) + 1
+    if not config.log.continuations or not config.log.keeps_credit(step, config.steps):
+      return None
+    manager = self._parts.reward_manager
+    with _sampled_again(self.collector), phase("sampling"):
+      return segment_truth(config, batch, self.worker, manager, state.params, self._stopping)
 
   def log(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
     """Displays a step and writes its metrics, some completions, and its token-level credit.

@@ -131,7 +131,7 @@ class Collector:
       chosen = pool.choose()
     groups, metrics = self._take(chosen, rounds, version, say)
     if config.resolved_algorithm.recipe.continuations:
-      keys = _keys(config, policy.engine, KeyStream.CONTINUE, groups, config.batch.group)
+      keys = group_keys(config, policy.engine, KeyStream.CONTINUE, groups, config.batch.group)
       groups, measured = with_gains(
         config, self.worker, self._reward_manager, policy, groups, keys, stopping
       )
@@ -164,7 +164,7 @@ class Collector:
     unscored = [group for group in groups if group.rewards is None]
     rows = policy.engine.completions(
       [self._turns.encode(group) for group in unscored],
-      _keys(config, policy.engine, KeyStream.SAMPLE, unscored, config.policy_completions),
+      group_keys(config, policy.engine, KeyStream.SAMPLE, unscored, config.policy_completions),
     )
     sampled = {group.index: row for group, row in zip(unscored, rows, strict=True)}
     for group in unscored:
@@ -206,7 +206,7 @@ class Collector:
       count = self._settings.guide_completions
       for start in range(0, len(unscored), self._n):
         groups = unscored[start : start + self._n]
-        keys = _keys(self._config, guide.engine, KeyStream.GUIDE, groups, count)
+        keys = group_keys(self._config, guide.engine, KeyStream.GUIDE, groups, count)
         prompts = [group.completions[0].prompt.tokens for group in groups]
         rows = guide.engine.completions(prompts, keys)
         with jax.profiler.TraceAnnotation("sample"):
@@ -308,7 +308,7 @@ class Collector:
       self._begun = int(leftovers["begun"])
 
 
-def _keys(
+def group_keys(
   config: Config, engine: Engine, stream: KeyStream, groups: Sequence[Group], count: int
 ) -> np.ndarray:
   """Returns the PRNG key data u32[groups, count, 2] of `count` completions of each group."""

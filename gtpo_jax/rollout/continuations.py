@@ -78,7 +78,7 @@ def prefix_values(
   ]
   first_of = {}  # the place at which an empty prefix of each group is continued
   for i, j, k, length in places:
-    if not length:
+    if not length:  # the first of all prefixes, so k is 0
       first_of.setdefault(i, (i, j, k))
   sampled = [x for x in places if x[3] or first_of[x[0]] == x[:3]]
   mean = np.full((len(groups), len(cuts[0]) if cuts else 0, widest), np.nan)
@@ -118,8 +118,8 @@ def prefix_values(
   reward = np.where(result.scored, result.reward + result.penalty, np.nan).astype(np.float64)
   for (i, j, k, length), row in zip(sampled, reward, strict=True):
     known = row[~np.isnan(row)]
-    same = [j] if length else [other for other, x in enumerate(cuts[i]) if x and not x[0]]
-    at = (i, same, k)
+    with_it = [j] if length else [other for other, x in enumerate(cuts[i]) if x and not x[0]]
+    at = (i, with_it, k)
     mean[at] = known.mean() if known.size else np.nan
     error[at] = known.std(ddof=1) / np.sqrt(known.size) if known.size > 1 else np.nan
   drawn = sum(completion.length for row in rows.values() for completion in row)

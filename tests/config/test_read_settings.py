@@ -49,6 +49,7 @@ UNREAD_BY = {
   "reward.judge.base_url": {"reward.judge.decides": False, "reward.judge.model": "m"},
   "eval.top_p": {"eval.temperature": 0.0},
   "log.credit_groups": {"log.credit_every": 0},
+  "log.continuations": {"log.credit_every": 0},
 }
 CHANGED = {
   "data.chat_template_kwargs": '{"a": 1}',

@@ -19,7 +19,7 @@ from experience_cases import (
 from gtpo_jax.algorithms import make, segment_gains
 from gtpo_jax.arrays import KeyStream
 from gtpo_jax.rewards import VERIFIERS
-from gtpo_jax.rollout.collector import _keys
+from gtpo_jax.rollout.collector import group_keys
 from gtpo_jax.rollout.continuations import prefix_values
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.runtime.errors import UserError
@@ -86,7 +86,7 @@ def test_gains_of_segments():
 def values_of(config, batch, cuts, count, sampling_params=None):
   worker, params = random_worker(config)
   policy = worker.policy(params)
-  keys = _keys(config, policy.engine, KeyStream.CONTINUE, batch.groups, G)
+  keys = group_keys(config, policy.engine, KeyStream.CONTINUE, batch.groups, G)
   params = sampling_params or config.sampling_params
   manager = RewardManager(config)
   return prefix_values(worker, manager, policy, batch.groups, cuts, count, keys, params)
