@@ -20,7 +20,7 @@ from gtpo_jax.algorithms import make, segment_gains
 from gtpo_jax.arrays import KeyStream
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rollout.collector import group_keys
-from gtpo_jax.rollout.continuations import prefix_values
+from gtpo_jax.rollout.continuations import prefix_values, with_gains
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped
@@ -167,6 +167,37 @@ def test_deterministic_continuations_agree(monkeypatch):
   )
   drawn = values_of(config, batch, cuts, 5)
   assert np.isfinite(drawn.mean[:, :, 0]).any() and np.nanmean(drawn.mean) < 1
+
+
+STARTS = []
+
+
+def unknown_after(prompts, completions, answers, extras):
+  """A part of the reward without a value for texts with the first start and not the second."""
+  unknown = lambda x: STARTS and x.startswith(STARTS[0]) and not x.startswith(STARTS[1])
+  return [None if unknown(text) else 0.0 for text in completions]
+
+
+def test_a_prefix_without_a_verdict_masks_the_segments_beside_it(monkeypatch):
+  parts = f"correct,{__name__}:unknown_after"
+  config = config_of("spo_chain", **{"algorithm.continuations": 2, "reward.parts": parts})
+  worker, params = random_worker(config)
+  _, (batch,) = collect(config, 1)
+  completion = batch.groups[0].completions[0]
+  before, after = SPO.cuts(completion.arrays()["log_probs"], completion.tokens)
+  starts = worker.decode([completion.tokens[:before], completion.tokens[:after]])
+  monkeypatch.setattr(f"{__name__}.STARTS", starts)
+  policy = worker.policy(params)
+  keys = group_keys(config, policy.engine, KeyStream.CONTINUE, batch.groups, G)
+  manager = RewardManager(config)
+  groups, _ = with_gains(config, worker, manager, policy, batch.groups, keys, lambda: False)
+  gains = np.stack([group.rewards.value_gains for group in groups])
+  plain = host(batch)[1].value_gains
+  learned = ~np.isnan(plain)
+  assert learned[0, 0, :after].any() and learned[0, 0, after:].any()
+  learned[0, 0, :after] = False
+  np.testing.assert_array_equal(~np.isnan(gains), learned)
+  np.testing.assert_array_equal(gains[learned], plain[learned])
 
 
 def test_many_continuations_agree_with_the_enumerated_value():
