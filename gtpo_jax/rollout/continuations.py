@@ -21,6 +21,7 @@ from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.completion import Completion, Prompt
+from gtpo_jax.sampling.session import Session
 from gtpo_jax.sampling.settings import SamplingParams
 
 
@@ -70,60 +71,71 @@ def prefix_values(
     Stopped: `stopping` returned True.
   """
   widest = max((len(x) for row in cuts for x in row), default=0)
-  places = [
-    (i, j, k, length)
-    for i, row in enumerate(cuts)
-    for j, lengths in enumerate(row)
-    for k, length in enumerate(lengths)
-  ]
-  first_of = {}  # the place at which an empty prefix of each group is continued
-  for i, j, k, length in places:
-    if not length:  # the first of all prefixes, so k is 0
-      first_of.setdefault(i, (i, j, k))
-  sampled = [x for x in places if x[3] or first_of[x[0]] == x[:3]]
+  first: dict[int, int] = {}  # the completion whose keys the empty prefix of a group takes
+  having: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # who has a prefix, as which one
+  for i, row in enumerate(cuts):
+    for j, lengths in enumerate(row):
+      for k, length in enumerate(lengths):
+        owner = j if length else first.setdefault(i, j)
+        having.setdefault((i, owner, length), []).append((j, k))
   mean = np.full((len(groups), len(cuts[0]) if cuts else 0, widest), np.nan)
   error = mean.copy()
-  if not sampled:
+  if not having:
     return Values(mean, error, 0)
+  owners = dict.fromkeys((i, j) for i, j, _ in having)
+  derive = lambda key: policy.engine.completion_keys(jax.random.wrap_key_data(key), widest, count)
+  derived = {place: derive(keys[place]) for place in owners}
   prompts = [Prompt(group.completions[0].prompt.tokens) for group in groups]
-  rows: dict[int, list[Completion]] = {}
-  derived = {
-    place: policy.engine.completion_keys(jax.random.wrap_key_data(keys[place]), widest, count)
-    for place in dict.fromkeys((i, j) for i, j, _, _ in sampled)
-  }
-  for i, j, k, length in sampled:
-    of_prefix = [
-      _continuation(groups[i].completions[j], prompts[i], length, key) for key in derived[i, j][k]
-    ]
-    for index, completion in enumerate(of_prefix):
-      completion.group = (i, j, k)
-      completion.index = index
-    rows.setdefault(i, []).extend(of_prefix)
-  problems = {(i, j, k): groups[i].problem for i, j, k, _ in sampled}
-  pending = PendingRewards(reward_manager, problems, count, worker.decode)
-  with jax.profiler.TraceAnnotation("sample"):
-    session = policy.engine.session(
-      policy.params,
-      [group.completions for group in groups],
-      sampling_params,
-      longest_prompt=max(len(prompt.tokens) for prompt in prompts),
+  prefixes = []
+  for (i, j, length), ((_, k), *_) in having.items():
+    completion = groups[i].completions[j]
+    prefixes.append(
+      [_continuation(completion, prompts[i], length, key) for key in derived[i, j][k]]
     )
-    for i, row in rows.items():
-      session.submit(prompts[i], row)
+  problems = [groups[i].problem for i, _, _ in having]
+  session = policy.engine.session(
+    policy.params,
+    [group.completions for group in groups],
+    sampling_params,
+    longest_prompt=max(len(prompt.tokens) for prompt in prompts),
+  )
+  pending = PendingRewards(reward_manager, dict(enumerate(problems)), count, worker.decode)
+  rewards = _rewards(session, pending, prefixes, stopping)
+  for row, (i, _, _), places in zip(rewards, having, having.values(), strict=True):
+    known = row[~np.isnan(row)]
+    for j, k in places:
+      mean[i, j, k] = known.mean() if known.size else np.nan
+      error[i, j, k] = known.std(ddof=1) / np.sqrt(known.size) if known.size > 1 else np.nan
+  drawn = sum(completion.length for row in prefixes for completion in row)
+  return Values(mean, error, drawn - count * sum(length for _, _, length in having))
+
+
+def _rewards(
+  session: Session,
+  pending: PendingRewards,
+  prefixes: Sequence[Sequence[Completion]],
+  stopping: Callable[[], bool],
+) -> np.ndarray:
+  """Samples the continuations of prefixes; returns their rewards f64[prefixes, count].
+
+  Penalties are included; NaN is no verdict.
+  """
+  rows: dict[Prompt, list[Completion]] = {}
+  for number, row in enumerate(prefixes):
+    for index, completion in enumerate(row):
+      completion.group = number
+      completion.index = index
+    rows.setdefault(row[0].prompt, []).extend(row)
+  with jax.profiler.TraceAnnotation("sample"):
+    for prompt, row in rows.items():
+      session.submit(prompt, row)
     while session.busy:
       pending.put(session.step())
       if stopping():
         raise Stopped
   result = pending.result(stopping)
-  reward = np.where(result.scored, result.reward + result.penalty, np.nan).astype(np.float64)
-  for (i, j, k, length), row in zip(sampled, reward, strict=True):
-    known = row[~np.isnan(row)]
-    with_it = [j] if length else [other for other, x in enumerate(cuts[i]) if x and not x[0]]
-    at = (i, with_it, k)
-    mean[at] = known.mean() if known.size else np.nan
-    error[at] = known.std(ddof=1) / np.sqrt(known.size) if known.size > 1 else np.nan
-  drawn = sum(completion.length for row in rows.values() for completion in row)
-  return Values(mean, error, drawn - count * sum(length for *_, length in sampled))
+  rewards = (result.reward + result.penalty).astype(np.float64)
+  return np.where(result.scored, rewards, np.nan)
 
 
 def with_gains(
