@@ -7,6 +7,7 @@ What an episode contains does not depend on the order in which these come.
 from __future__ import annotations
 
 import collections
+import copy
 import sys
 import time
 from collections.abc import Coroutine, Hashable, Mapping, Sequence
@@ -111,6 +112,14 @@ class Rules:
     if kind not in self._shown:
       self._shown.add(kind)
       print(f"gtpo: {reason}; {effect}\n{details}", file=sys.stderr, end="", flush=True)
+
+  def apart(self) -> Rules:
+    """Returns the same rules with threads of their own; only the original closes what both use."""
+    other = copy.copy(self)
+    other.workers = Workers(self.limits.workers)
+    other.news = collections.deque()
+    other.close = lambda: None
+    return other
 
   def close(self) -> None:
     """Closes what no episode uses any more."""

@@ -103,14 +103,13 @@ class RolloutWorker:
     self.stop_strings = _stop_strings(self.chat, config.sampling.stop if stop is None else stop)
     if agent is not None or config.env.agent:
       strings = self.stop_strings.strings if self.stop_strings else ()
-      make = lambda: agent_rules(config, self.chat, agent, self._max_tokens, strings)
+      rules = agent_rules(config, self.chat, agent, self._max_tokens, strings)
     else:
       cut = self.stop_strings.cut if self.stop_strings else str
-      make = lambda: environment_rules(config, self.chat, environment, tools, cut)
-    rules = make()
+      rules = environment_rules(config, self.chat, environment, tools, cut)
     self.episodes = Episodes(rules) if rules else None
     stays = rules and trains and config.sampling.staleness
-    self.evaluated_episodes = Episodes(make()) if stays else self.episodes
+    self.evaluated_episodes = Episodes(rules.apart()) if stays else self.episodes
     self._schemas = rules.schemas if rules else ()
     self._engine_config = config.engine_config
     devices = jax.local_devices()

@@ -14,7 +14,9 @@ from gtpo_jax.config import EnvSection
 from gtpo_jax.models.params import init_params
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.problems import training_problems
+from gtpo_jax.rollout.sample import sample_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
+from gtpo_jax.rollout.turns import Turns
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.training.log_probs import make_scorer
 
@@ -117,3 +119,24 @@ def test_agents_begin_again_after_an_interruption(capsys):
       assert group.version >= 3 or group.index not in kept
       assert version - group.version <= 1
   restored.discard()
+
+
+def test_an_evaluation_has_threads_of_its_own():
+  """Agents in flight hold all threads of training, and wait for the policy meanwhile."""
+  config = agent_config(1)
+  collector = make_collector(config)
+  worker, (policy, *_) = parts(config)
+  for version in range(2):
+    collector.collect(policy, version, print)
+  turns = Turns(worker, 2, 0, worker.evaluated_episodes)
+  problems = [group.problem for group in collector._kept[:2]]
+  of_policy = worker.policy(policy)
+  keys = worker.engine.completion_keys(jax.random.key(1), 2, 2)
+  rows = sample_problems(turns, of_policy, problems, keys, config.sampling_params)
+  assert all(completion.episode.turns for row in rows for completion in row)
+  shared = worker.evaluated_episodes.rules
+  assert shared.workers is not worker.episodes.rules.workers
+  assert shared._endpoint.url != worker.episodes.rules._endpoint.url
+  batch = collector.collect(policy, 2, print)  # what was in flight still is
+  assert any(group.version < 2 for group in batch.groups)
+  collector.discard()
