@@ -1,8 +1,9 @@
-"""Random combinations of settings: each trains two tiny steps or is refused in one line."""
+"""Combinations of settings: each trains two tiny steps or is refused in one line."""
 
 import collections
 import dataclasses
 import random
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -115,3 +116,50 @@ def test_ten_random_combinations_train_a_mixture_of_experts(monkeypatch):
       "model.router_balance": draw.choice((0.0, 0.01)),
     }
     trained += not check(point)
+
+
+FEATURES = {  # of the table in docs/choosing.md
+  "algorithm.overlong_filter": {"algorithm.overlong_filter": True},
+  "algorithm.dynamic_sampling": {"algorithm.dynamic_sampling": True, "batch.max_gen_batches": 3},
+  "data.difficulty": {"data.difficulty": "explore", "data.largest": 9},
+  "sampling.staleness": {"sampling.staleness": 1},
+  "env.make": {"env.make": "own_environments:Echo", "env.max_turns": 2},
+  "env.agent": {"env.agent": "own_environments:asks_twice", "env.workers": 16},
+}
+
+
+def table():
+  """The cells of the table by their pairs of features."""
+  text = (Path(__file__).parents[1] / "docs" / "choosing.md").read_text()
+  lines = text.partition("### What combines")[2].split("\n\n")[2].splitlines()
+  head, _, *rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines]
+  assert head[1:] == [row[0] for row in rows] == list(FEATURES)
+  return {
+    (row[0], name): cell for row in rows for name, cell in zip(head[1:], row[1:], strict=True)
+  }
+
+
+def trained(*names):
+  """Returns how a run with these features is refused; "" if it trains."""
+  point = {"algorithm.name": "gtpo", "sampling.max_tokens": 48}
+  for name in names:
+    point |= FEATURES[name]
+  return check(point)
+
+
+PAIRS = sorted(table())
+
+
+@pytest.mark.manual
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[0] < pair[1]], ids=" ".join)
+def test_what_the_table_says_of_a_pair(pair):
+  cells = table()
+  assert cells[pair] == cells[pair[::-1]]
+  assert ("no" if trained(*pair) else "yes") == cells[pair]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", ["env.make", "env.agent"])
+def test_all_of_a_column_train_together(last):
+  cells = table()
+  assert not trained(*(name for name in FEATURES if cells[last, name] == "yes"), last)

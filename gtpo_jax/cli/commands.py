@@ -175,7 +175,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
 
   check_writable(args.json)
   config = configs.load(args.config, overrides)
-  result = planning.plan(config, args.topology, stderr_display().waiting)
+  result = planning.plan(config, args.topology, stderr_display().waiting, args.lengths or "")
   print(format_table(result))
   if args.json:
     write(args.json, json.dumps(result, indent=2) + "\n")

@@ -276,6 +276,11 @@ def _add_plan(parser: _Parser) -> None:
     help="a TPU slice (v5e:4x4, v5p:4x4x4, v6e:4x4; needs libtpu); GPUs in one node or several "
     "(h100:8, h100:4x8, t4, l4, a100-40, a100, h200, b200; needs JAX's CUDA plugin); or cpu:8",
   )
+  parser.add_argument(
+    "--lengths",
+    help="say what sampling.staleness would change for completions of these lengths: a file of "
+    "numbers of tokens, or lognormal:MEDIAN,SIGMA",
+  )
   parser.add_argument("--json", type=_path, help=JSON_HELP)
 
 

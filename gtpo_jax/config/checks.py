@@ -67,11 +67,7 @@ def check_warm_start(warm_start: WarmStartSection, data: DataSection) -> None:
 
 
 def check_env(
-  env: EnvSection,
-  data: DataSection,
-  teacher: TeacherSection,
-  sampling: SamplingSection,
-  algorithm: Algorithm,
+  env: EnvSection, data: DataSection, teacher: TeacherSection, algorithm: Algorithm
 ) -> None:
   """An environment goes with the other sections. A Python program may add it after these checks."""
   if not env.is_used:
@@ -85,11 +81,6 @@ def check_env(
     raise UserError(
       f"algorithm.turn_credit = {algorithm.recipe.turns.turn_credit!r} compares turns of an "
       "environment, and env.agent has only a reward for the episode; use env.make or env.tools"
-    )
-  if env.agent and sampling.staleness:
-    raise UserError(
-      f"env.agent does not work with sampling.staleness = {sampling.staleness}, because an agent "
-      "cannot be made again in the middle of its episode; set sampling.staleness to 0"
     )
   if not data.chat:
     raise UserError(f"{name} needs the chat template, but data.chat is False; set it to True")

@@ -93,7 +93,7 @@ class Config:
     check_data(self.data, self.eval)
     check_warm_start(self.warm_start, self.data)
     algorithm = self.resolved_algorithm
-    check_env(self.env, self.data, self.teacher, self.sampling, algorithm)
+    check_env(self.env, self.data, self.teacher, algorithm)
     check_sampling(self.sampling, self.batch, algorithm)
     check_continuations(algorithm, self.env, self.sampling, self.reward, self.log)
     check_reward(self.reward, self.batch, algorithm)

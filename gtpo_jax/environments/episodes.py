@@ -7,6 +7,7 @@ What an episode contains does not depend on the order in which these come.
 from __future__ import annotations
 
 import collections
+import copy
 import sys
 import time
 from collections.abc import Coroutine, Hashable, Mapping, Sequence
@@ -112,6 +113,14 @@ class Rules:
       self._shown.add(kind)
       print(f"gtpo: {reason}; {effect}\n{details}", file=sys.stderr, end="", flush=True)
 
+  def apart(self) -> Rules:
+    """Returns the same rules with threads of their own; only the original closes what both use."""
+    other = copy.copy(self)
+    other.workers = Workers(self.limits.workers)
+    other.news = collections.deque()
+    other.close = lambda: None
+    return other
+
   def close(self) -> None:
     """Closes what no episode uses any more."""
 
@@ -202,15 +211,24 @@ class Episodes:
     self._resume(playing, drawn)
 
   def results(self, group: Group) -> list[Episode | None]:
-    """Returns the episode of each completion; None for one that has not ended."""
-    return [playing.result for playing in self._groups[group]]
+    """Returns the episode of each completion; None until `poll` has said that it has ended."""
+    unsaid = {event[:2] for event in self._events}
+    return [None if x.key in unsaid else x.result for x in self._groups[group]]
 
   def snapshot(self, group: Group) -> dict[str, Any]:
-    """Returns what `saved_writers` needs, as JSON values. All episodes must wait for turns."""
+    """Returns what `saved_writers` needs, as JSON values.
+
+    What the environment has answered since the last `poll` is left out: no completion has it.
+    """
+    unsaid = {event[:2] for event in self._events}
     episodes = self._groups[group]
+    said = lambda x: (
+      [*x.writer.turns[:-1], [*x.writer.turns[-1][:-1], None]]
+      if x.key in unsaid
+      else x.writer.turns
+    )
     saved = [
-      {"episode": save_episode(x.result)} if x.result else {"turns": x.writer.turns}
-      for x in episodes
+      {"episode": save_episode(x.result)} if x.result else {"turns": said(x)} for x in episodes
     ]
     added = next((x.writer.added for x in episodes if x.result is None), None)
     return {"added": added, "episodes": saved}

@@ -152,6 +152,8 @@ class Recorded(Writer):
       self.turns[-1][-1] = tokens
     if number < saved:
       drawn = Drawn(*self._saved[number][:-1])
+      if number == saved - 1 and self._saved[number][-1] is None:  # its answer was not known
+        self.added = self._adds
     else:
       self.added = self._adds
       drawn = await super().turn([] if read else tokens, *others)

@@ -152,9 +152,7 @@ def steps(
     claim(folder, config, display.say) as claimed,
     open_logs(folder) as logs,
     contextlib.closing(parts.reward_manager),
-    contextlib.closing(parts.worker.episodes)
-    if parts.worker.episodes
-    else contextlib.nullcontext(),
+    contextlib.closing(parts.worker),
     Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as watchdog,
     stoppable_compiles(watchdog),
   ):

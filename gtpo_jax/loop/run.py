@@ -45,6 +45,7 @@ from gtpo_jax.python.policy import TrainedPolicy
 from gtpo_jax.python.results import Result
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
+from gtpo_jax.rollout.forecast import Observer
 from gtpo_jax.rollout.frozen import load_frozen
 from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.device_errors import phase
@@ -55,6 +56,7 @@ from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.state import TrainState, init_state
 
 MEASURED_STEPS = 3  # after which the expected time is corrected
+COMPILING_STEPS = 2  # of a run, which say nothing about the time of others
 PRINT_EVERY = 5  # steps between lines of a plain log
 
 
@@ -120,6 +122,7 @@ class Run:
       say(line)
     self._expected = expected_of(config, worker)
     self._step_seconds: list[float] = []
+    self._observer: Observer | None = None
     self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
     untrained = functools.partial(frozen_params, folder, worker.model, config.model.path)
     saved = self._checkpoints.restore(worker.model, self._optimizer, say, untrained)
@@ -254,6 +257,10 @@ class Run:
     log = self.config.log
     line = step == self._printed_from or step % PRINT_EVERY == 0
     self.display.step(step, metrics, batch.first_completion(0), line=line)
+    if self._observer is None:
+      self._observer = Observer(self.config, self.worker.engine, step + COMPILING_STEPS)
+    if pays := self._observer.observe(step, batch.groups, metrics):
+      self.display.say(pays)
     self._step_seconds.append(metrics["time/step"])
     if self._expected and len(self._step_seconds) == MEASURED_STEPS and step < self.config.steps:
       # The first step, and any that uses a new program, also compiles.

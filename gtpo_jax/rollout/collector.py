@@ -187,7 +187,6 @@ class Collector:
         if pool.choose():
           break
     ends.close()
-    pool.end(self._turns.settle(stopping))
     self._score(pool, stopping)
     old = len(self._kept)
     dropped = {group.index for group in pool.dropped}

@@ -82,7 +82,7 @@ class GroupPool:
     self._dynamic = config.resolved_algorithm.settings.dynamic_sampling
     own = [x for group in groups if group.rewards is None for x in group.completions]
     self._missing = collections.Counter(completion.group for completion in own)
-    self.new_tokens = -sum(int(completion.mask.sum()) for completion in own)
+    self.new_tokens = -sum(map(_drawn, own))
     self.read_again = sum(completion.length for completion in own if not completion.ended)
     self._own = own
 
@@ -182,10 +182,16 @@ class GroupPool:
     """
     for completion in self._own:
       completion.mark_version(self._version)
-    self.new_tokens += sum(int(completion.mask.sum()) for completion in self._own)
-    begun = {x.group for x in self._own if x.length}
+    self.new_tokens += sum(map(_drawn, self._own))
+    # An agent is at work from the beginning of its group.
+    begun = {x.group for x in self._own if x.length or self._config.env.agent}
     begun |= {index for index, missing in self._missing.items() if not missing}
     last = max((i for i, index in enumerate(self._groups, 1) if index in begun), default=0)
     for index in list(self._groups)[max(old, last) :]:
       del self._groups[index]
     return self.groups
+
+
+def _drawn(completion: Completion) -> int:
+  """Returns how many tokens of a completion and of its conversations the policy has drawn."""
+  return sum(int(x.mask.sum()) for x in (completion, *completion.conversations))

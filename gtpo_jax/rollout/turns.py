@@ -36,29 +36,35 @@ GRACE_S = 0.003
 POLL_S = 0.5  # between two checks for a stop request while everything waits for environments
 
 Place = tuple[Any, int]  # the group of a completion, and its index there
-_Conversation = tuple[list[int], Completion]  # the tokens that it begins with, and itself
 Key = tuple[int, int]  # the index of a group
 
 
 class Turns:
   """The turns of the completions of a batch. Without episodes, a completion is one turn.
 
-  A group's episodes are played from its first turn until it has rewards. A step may end in between;
-  then the group has a snapshot, from which they can be played again.
+  A group's episodes are played from its first turn until it has rewards. If a step ends in between,
+  they stay in flight: environments and agents work while the policy is updated, and what they have
+  asked for by then is drawn first in the next step. Environments can also be played again from the
+  group's snapshot. Agents cannot: after an interruption, their group begins again.
   """
 
-  def __init__(self, worker: RolloutWorker, size: int, seed: int = 0):
+  def __init__(
+    self, worker: RolloutWorker, size: int, seed: int = 0, episodes: Episodes | None = None
+  ):
     """Args:
     worker: encodes prompts, and has the episodes if there are any.
     size: completions of a group.
     seed: the run's seed.
+    episodes: plays them; None for the worker's.
     """
     self._worker = worker
-    self._episodes = worker.episodes
+    self._episodes = episodes or worker.episodes
     self._size = size
     self._seed = seed
     self._added: dict[Key, Added | None] = {}  # of each open group, what is added to its prompt
+    self._version = 0
     self._queues: list[TurnQueue] = []  # since the last metrics
+    self._opening_s = 0.0  # since then
 
   def open(
     self, groups: Sequence[Group], version: int, stopping: Callable[[], bool]
@@ -70,8 +76,10 @@ class Turns:
     Raises:
       Stopped: `stopping`, which is called about twice a second, returned True.
     """
+    self._version = version
     if not self._episodes:
       return list(groups)
+    began = time.perf_counter()
     closed = [group for group in groups if group.rewards is None and group.index not in self._added]
     self._begin([x for x in closed if not x.completions or x.snapshot], stopping)
     new = {
@@ -79,7 +87,12 @@ class Turns:
       for group in closed
       if self._added.get(group.index) is None
     }
+    if self._episodes.rules.start and (again := [x.index for x in closed if x.completions]):
+      names = ", ".join(f"{batch}/{row}" for batch, row in sorted(again))
+      if is_first_process():
+        print(f"gtpo: agents were interrupted; their groups begin again: {names}", flush=True)
     self._begin(list(new.values()), stopping)
+    self._opening_s += time.perf_counter() - began
     return [new.get(group.index, group) for group in groups]
 
   def encode(self, group: Group) -> list[int]:
@@ -108,7 +121,7 @@ class Turns:
     session = policy.engine.session(
       policy.params, rows, sampling_params, prompts_at_once=prompts_at_once
     )
-    queue = TurnQueue(self._episodes, self._worker.chat, session, rows)
+    queue = TurnQueue(self._episodes, self._worker.chat, session, rows, self._version)
     self._queues.append(queue)
     with jax.profiler.TraceAnnotation("sample"):
       while queue.busy:
@@ -116,16 +129,14 @@ class Turns:
         if stopping():
           raise Stopped
 
-  def settle(self, stopping: Callable[[], bool]) -> list[Completion]:
-    """Waits until no completion waits for its episode; see `TurnQueue.settle`."""
-    return self._queues[-1].settle(stopping)
-
   def finish(self, groups: Sequence[Group]) -> list[Group]:
-    """Adds snapshots to the groups without rewards, and discards all others."""
+    """Adds snapshots of environments to the groups without rewards, and discards all others."""
     if not self._episodes:
       return list(groups)
     left = [group.index for group in groups if group.rewards is None]
     self.discard(self._added.keys() - set(left))
+    if self._episodes.rules.start:
+      return list(groups)
     make = lambda: [json.dumps(self._episodes.snapshot(key)) for key in left]
     snapshots = dict(zip(left, broadcast_from_first(make) if left else [], strict=True))
     return [dataclasses.replace(group, snapshot=snapshots.get(group.index, "")) for group in groups]
@@ -138,17 +149,20 @@ class Turns:
         self._episodes.discard(key)
 
   def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the share of the time in which everything waited, and the tokens read again.
+    """Returns how long everything waited, and the tokens read again.
 
     Args:
       metrics: the other metrics of the step.
     """
     queues, self._queues = self._queues, []
+    opening_s, self._opening_s = self._opening_s, 0.0
     if not self._episodes:
       return {}
     read_again = sum(queue.read_again for queue in queues)
+    idle_s = sum(queue.idle_s for queue in queues)
     return {
-      "env/idle_share": sum(queue.idle_s for queue in queues) / metrics["time/sample"],
+      "env/idle_share": idle_s / metrics["time/sample"],
+      "time/waiting": idle_s + opening_s + metrics["time/reward"],
       "tokens/read_again": read_again + metrics.get("tokens/read_again", 0.0),
     }
 
@@ -203,12 +217,14 @@ class TurnQueue:
     chat: Chat,
     session: Session,
     rows: Sequence[Sequence[Completion]],
+    version: int,
   ):
     """Args:
     episodes: plays them; None if each completion is one turn.
     chat: the tokenizer.
     session: samples the completions.
     rows: the completions, each row with one prompt.
+    version: the number of updates of the policy.
     """
     self.waiting: dict[Place, Completion] = {}
     self.idle_s = 0.0
@@ -216,9 +232,9 @@ class TurnQueue:
     self._episodes = episodes
     self._chat = chat
     self._session = session
+    self._version = version
     self._playing: dict[Place, Completion] = {}  # completions whose episodes have not ended
-    self._conversations: dict[Place, list[_Conversation]] = {}  # of agents
-    self._beginning: set[Place] = set()  # agents whose first requests are waited for
+    drawing = {_place(x): x for row in rows for x in row}  # completions, or conversations of agents
     if episodes:
       results = lambda: [[x is None for x in episodes.results(row[0].group)] for row in rows]
       for row, of_row in zip(rows, broadcast_from_first(results), strict=True):
@@ -228,12 +244,17 @@ class TurnQueue:
           else:
             self._end(completion)
             completion.limit = completion.limit if completion.ended else 0
-      if episodes.rules.start:
-        self.waiting = dict(self._playing)
-        self._conversations = {place: [] for place in self._playing}
-        self._beginning = set(self._playing)
+      for place, completion in self._playing.items():
+        parts = completion.conversations if episodes.rules.start else [completion]
+        turn = next((x for x in parts if not x.ended), None)
+        if turn is None:
+          self.waiting[place] = drawing.pop(place)
+        elif turn is not completion:
+          drawing[place] = turn
+          self.read_again += turn.length
+    self._asked_before = set(self.waiting)  # their turns, if they are asked for, are drawn first
     for row in rows:
-      session.submit(row[0].prompt, [x for x in row if _place(x) not in self.waiting])
+      session.submit(row[0].prompt, [drawing[_place(x)] for x in row if _place(x) in drawing])
 
   @property
   def busy(self) -> bool:
@@ -248,39 +269,31 @@ class TurnQueue:
     Returns:
       The completions that have ended, with their episodes on the first process.
     """
+    ended: list[Completion] = []
+    if answered := self._asked_before:
+      self._asked_before = set()
+      ended += self._take(lambda: self._news([], answered, False))
     turned = self._session.step(more_may_come=bool(self.waiting))
-    ended = [completion for completion in turned if _place(completion) not in self._playing]
+    ended += [completion for completion in turned if _place(completion) not in self._playing]
     new = [completion for completion in turned if _place(completion) in self._playing]
     self.waiting |= {_place(x): self._playing[_place(x)] for x in new}
     if not self.waiting:
       return ended
     idle = len(self.waiting) == len(self._playing)
     began = time.perf_counter()
-    ended += self._take(lambda: self._news(new, idle))
+    ended += self._take(lambda: self._news(new, set(map(_place, new)), idle))
     if idle:
       self.idle_s += time.perf_counter() - began
     return ended
 
-  def settle(self, stopping: Callable[[], bool]) -> list[Completion]:
-    """Waits until no completion waits any more; returns the completions that have ended.
-
-    Raises:
-      Stopped: `stopping`, which is called about twice a second, returned True.
-    """
-    ended: list[Completion] = []
-    while self.waiting:
-      ended += self._take(lambda: self._news([], True))
-      if self.waiting and stopping():
-        raise Stopped
-    return ended
-
-  def _news(self, turned: Sequence[Completion], idle: bool) -> dict[str, Any]:
+  def _news(self, turned: Sequence[Completion], answered: set[Place], idle: bool) -> dict[str, Any]:
     """Delivers finished turns to their episodes; returns new requests and ended episodes.
 
     It runs on the first process.
 
     Args:
       turned: the completions, or conversations of agents, whose turns have ended.
+      answered: those that get a moment to ask for their next turns.
       idle: whether there is nothing to sample.
     """
     for completion in turned:
@@ -292,8 +305,6 @@ class TurnQueue:
         turn["plain_log_probs"].tolist(),
       )
       self._episodes.answer(completion.group, completion.index, drawn)
-    answered = self._beginning | set(map(_place, turned))
-    self._beginning = set()
     events = self._events()
     if idle and not events:
       self._episodes.wait(POLL_S)
@@ -329,8 +340,9 @@ class TurnQueue:
       place = (tuple(group), j)
       completion = self._playing.pop(place)
       self.waiting.pop(place, None)
-      if self._conversations:
-        _join_conversations(completion, self._conversations.pop(place), stop != Stop.MAX_TOKENS)
+      if self._episodes.rules.start:
+        completion.mark_version(self._version)
+        _join_conversations(completion, stop != Stop.MAX_TOKENS)
       self._end(completion)
       ended.append(completion)
     return ended
@@ -349,12 +361,12 @@ class TurnQueue:
 
   def _conversation(self, episode: Completion, number: int, tokens: list[int]) -> Completion:
     """Returns a conversation of an agent, which begins with `tokens` if there is none yet."""
-    conversations = self._conversations[_place(episode)]
+    conversations = episode.conversations
     if number == len(conversations):
-      twins = sum(begin == tokens for begin, _ in conversations)
+      twins = sum(_opening(x) == tokens for x in conversations)
       key = conversation_key(episode.key, tokens, twins)
-      conversations.append((tokens, dataclasses.replace(episode, key=key)))
-    return conversations[number][1]
+      conversations.append(dataclasses.replace(episode, key=key))
+    return conversations[number]
 
   def _end(self, completion: Completion) -> None:
     """Gives a completion its episode, on the first process."""
@@ -366,17 +378,23 @@ def _place(completion: Completion) -> Place:
   return completion.group, completion.index
 
 
-def _join_conversations(
-  completion: Completion, conversations: Sequence[_Conversation], finished: bool
-) -> None:
+def _opening(conversation: Completion) -> list[int]:
+  """Returns the tokens that a conversation begins with, before its first turn."""
+  mask = conversation.mask
+  return conversation.tokens[: mask.argmax() if mask.any() else len(mask)].tolist()
+
+
+def _join_conversations(completion: Completion, finished: bool) -> None:
   """Joins an agent's conversations, the longest first, without regard to their requests' times."""
   order = lambda x: (-x.length, x.key.tobytes())
-  parts = sorted((conversation for _, conversation in conversations), key=order)
+  parts = sorted(completion.conversations, key=order)
+  completion.conversations = []
   if parts:
     arrays = [part.arrays() for part in parts]
     joined = {name: np.concatenate([x[name] for x in arrays]) for name in arrays[0]}
     completion.begins = [0, *np.cumsum([part.length for part in parts[:-1]]).tolist()]
     completion.replace(joined, finished)
+    completion.versions = np.concatenate([part.versions for part in parts])
   completion.limit = completion.length
 
 

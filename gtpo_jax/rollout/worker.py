@@ -51,6 +51,8 @@ class RolloutWorker:
     chat: the tokenizer with its chat template and stop tokens.
     stop_strings: strings that end a completion; None for none.
     episodes: plays the episodes of completions; None if these have one turn.
+    evaluated_episodes: plays those of evaluations. Episodes that stay in flight between steps would
+      keep them from the threads.
     engine: the sampling engine of `model`.
 
   Raises:
@@ -106,6 +108,8 @@ class RolloutWorker:
       cut = self.stop_strings.cut if self.stop_strings else str
       rules = environment_rules(config, self.chat, environment, tools, cut)
     self.episodes = Episodes(rules) if rules else None
+    stays = rules and trains and config.sampling.staleness
+    self.evaluated_episodes = Episodes(rules.apart()) if stays else self.episodes
     self._schemas = rules.schemas if rules else ()
     self._engine_config = config.engine_config
     devices = jax.local_devices()
@@ -189,6 +193,11 @@ class RolloutWorker:
     Make it once and sample many batches from it.
     """
     return Policy(self.engine, self.engine.layout(params))
+
+  def close(self) -> None:
+    """Closes the episodes that are in flight."""
+    for episodes in filter(None, {self.episodes, self.evaluated_episodes}):
+      episodes.close()
 
 
 def _stop_strings(chat: Chat, strings: Sequence[str]) -> StopStrings | None:

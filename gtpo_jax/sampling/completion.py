@@ -61,6 +61,7 @@ class Completion:
     length: the tokens so far, those that were read included.
     finished: whether a stop token or `stop` ended its latest turn.
     begins: where its conversations begin, if it is an agent's.
+    conversations: of an agent's episode in flight; they are joined when it ends.
     versions: i32[length], after how many updates each token was drawn; `mark_version` extends it.
     episode: what its environment or agent says, once it has ended.
     text: decoded, once it was scored.
@@ -79,6 +80,7 @@ class Completion:
   length: int = dataclasses.field(default=0, init=False)
   finished: bool = dataclasses.field(default=False, init=False)
   begins: list[int] = dataclasses.field(default_factory=lambda: [0], init=False)
+  conversations: list[Completion] = dataclasses.field(default_factory=list, init=False)
   versions: np.ndarray = dataclasses.field(
     default_factory=lambda: np.zeros(0, np.int32), init=False
   )
@@ -148,7 +150,11 @@ class Completion:
     """Continues with the tokens of another completion, which stays as it is."""
     self.replace(other.arrays(), other.finished)
     self.versions = other.versions
+    self.begins = other.begins
     self.prompt.routes = other.prompt.routes
+    self.conversations = other.conversations
+    for conversation in self.conversations:
+      conversation.prompt = self.prompt
 
   def begin_turn(self) -> bool:
     """Prepares to draw the next tokens; returns False if the turn has ended already.
@@ -200,6 +206,8 @@ class Completion:
 
   def mark_version(self, version: int) -> None:
     """Says that all tokens without a version were drawn after `version` updates."""
+    for conversation in self.conversations:
+      conversation.mark_version(version)
     new = self.mask[len(self.versions) :]
     self.versions = np.append(self.versions, np.where(new, version, 0).astype(np.int32))
 

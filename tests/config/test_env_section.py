@@ -44,7 +44,6 @@ def test_names_and_limits():
     ),
     ({"env": {"agent": "run"}}, "env.agent must be named as module:function, got 'run'"),
     ({"env": {"agent": "m:f", "make": "m:C"}}, "env.agent has tools and environments of its own"),
-    ({"env": {"agent": "m:f"}, "sampling": {"staleness": 1}}, "env.agent does not work with samp"),
     ({"env": {"agent": "m:f"}, "data": {"chat": False}}, "env.agent needs the chat template"),
   ],
 )

@@ -6,6 +6,7 @@ program reaches POINT for the COUNTth time. The points are functions of the prog
 here; the program itself has no code for faults. The event `-` does nothing.
 """
 
+import asyncio
 import os
 import signal
 import sys
@@ -65,6 +66,14 @@ async def player(row, client, seed):
   code = zlib.crc32(text.encode())
   await ask([{"role": "user", "content": f"{code % 100}"}])
   return code % 3 > 0
+
+
+async def slow_player(row, client, seed):
+  """The same, after and before a slow tool."""
+  await asyncio.sleep(0.02 + seed % 10 / 100)
+  correct = await player(row, client, seed)
+  await asyncio.sleep(0.02 + seed % 7 / 100)
+  return correct
 
 
 def arm(action, count):
@@ -185,7 +194,8 @@ def mark(point, reached):
 
 if __name__ == "__main__":
   sys.modules["run"] = sys.modules["__main__"]  # for reward.verifier = run:verify
-  turns.GRACE_S = 5.0  # all turns are answered before the next chunk, so that sums round alike
+  # With 5 s, all turns are answered before the next chunk, so that sums round alike.
+  turns.GRACE_S = float(os.environ.get("GRACE_S", "5"))
   if sys.argv[1] != "-":
     action, point, count = sys.argv[1].split(":")
     mark(point, arm(action, count))

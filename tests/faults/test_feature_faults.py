@@ -4,6 +4,7 @@ They end as if nothing had happened, in one process and in two.
 """
 
 import numpy as np
+import orbax.checkpoint
 import pytest
 from processes import PLAIN, SETTINGS, read_result, start, start_two
 from toys import save_llama
@@ -115,6 +116,53 @@ def test_a_run_that_is_killed_and_stopped_ends_alike(name, events, tmp_path):
   done = start(tmp_path / "run", "-", RUNS[name])
   assert done.returncode == 0 and "damaged" not in done.stdout, done.stderr
   assert result_of(tmp_path / "run") == result_of(tmp_path / "whole")
+
+
+KILLS_IN_FLIGHT = [  # ordered so that each point can still be reached after the earlier kills
+  ("kill:turn:60", -9),
+  ("term:chunk:40", 143),
+  ("kill:reward:2", -9),
+  ("kill:evaluation chunk:2", -9),
+  ("kill:update:2", -9),
+  ("kill:saving:1", -9),
+  ("term:turn:20", 143),
+  ("kill:written:1", -9),
+  ("kill:committed:1", -9),
+  ("kill:metrics:1", -9),
+]
+
+
+@pytest.mark.parametrize(
+  "events",
+  [
+    pytest.param(KILLS_IN_FLIGHT[:2], marks=pytest.mark.slow),
+    pytest.param(KILLS_IN_FLIGHT, marks=pytest.mark.manual),
+  ],
+  ids=["two", "ten"],
+)
+def test_agents_in_flight_begin_again_after_each_kill(events, tmp_path):
+  """No group is lost, trained on twice or older than allowed, and the run names what it repeats."""
+  in_flight = {"sampling.staleness": 1, "sampling.slots": 6, "sampling.chunk": 3, "steps": 6}
+  plain = {key: x for key, x in AGENTS.items() if key != "batch.max_gen_batches"}
+  settings = plain | in_flight | {"algorithm.name": "gtpo", "env.agent": "run:slow_player"}
+  named = 0
+  for event, code in [*events, ("-", 0)]:
+    done = start(tmp_path / "run", event, settings, GRACE_S="0.003")
+    assert done.returncode == code, (event, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr and "damaged" not in done.stdout, (event, done.stderr)
+    named += "their groups begin again: " in done.stdout
+  assert named
+  rows, _, step, _ = result_of(tmp_path / "run")
+  assert [row["step"] for row in rows] == list(range(step + 1)) and step == 6
+  assert all(row["staleness/max"] <= 1 for row in rows[1:])
+  assert max(row["groups/unfinished"] for row in rows[1:]) > 0
+  checkpoint = tmp_path / "run" / "checkpoints" / "6"
+  left = orbax.checkpoint.PyTreeCheckpointer().restore(checkpoint / "leftovers")
+  kept = int(left["count"])
+  n = settings["batch.prompts"]
+  assert int(left["begun"]) == 6 * n + kept
+  places = {tuple(place) for place in np.asarray(left["place"])[:kept].tolist()}
+  assert len(places) == kept and all(k * n + i < left["begun"] for k, i in places)
 
 
 def two(workdir, settings, event="-", victim=0):

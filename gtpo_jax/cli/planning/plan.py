@@ -23,6 +23,7 @@ from gtpo_jax.config.workloads import SAMPLING
 from gtpo_jax.logs.summary import describe_expected
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.rollout.forecast import advice, lengths_from, planned
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import bytes_per_device, island_of
@@ -41,7 +42,9 @@ def silent(text: str) -> AbstractContextManager[None]:
 
 
 @without_compile_cache()  # programs for absent devices cannot be read from it
-def plan(config: Config, topology: str, waiting: Waiting = silent) -> dict[str, Any]:
+def plan(
+  config: Config, topology: str, waiting: Waiting = silent, lengths: str = ""
+) -> dict[str, Any]:
   """Compiles a run's programs ahead of time; if they do not fit, searches for overrides.
 
   Args:
@@ -49,6 +52,7 @@ def plan(config: Config, topology: str, waiting: Waiting = silent) -> dict[str, 
     topology: for example "v5p:4x4x4" (through libtpu), "h100:8" (through JAX's CUDA plugin), or
       "cpu:8" for virtual devices of this machine.
     waiting: shows which program is being compiled, such as `Display.waiting`.
+    lengths: of completions, to say what `sampling.staleness` would change; see `lengths_from`.
 
   Returns:
     The result of `measure`, and: `topology`; `compute_dtype.reason`, why the run computes in this
@@ -61,6 +65,7 @@ def plan(config: Config, topology: str, waiting: Waiting = silent) -> dict[str, 
   Raises:
     UserError: the topology does not exist, or neither the config's mesh nor any other one works.
   """
+  paths = lengths and lengths_from(lengths, config.sampling.max_tokens, config.policy_completions)
   devices, chip = topology_devices(topology)
   resolved = resolve_model(config, devices[0])
   config = with_compute_dtype(config, resolved.config.compute_dtype)
@@ -78,7 +83,12 @@ def plan(config: Config, topology: str, waiting: Waiting = silent) -> dict[str, 
     result |= {"refused": str(error), "override": _flags(found.override)}
     result["tried"] = _described(trials)
     return result | measure(config, found.programs, chip, waiting)
-  result |= measure(config, RunPrograms(config, model), chip, waiting)
+  programs = RunPrograms(config, model)
+  result |= measure(config, programs, chip, waiting)
+  if paths:
+    result["staleness"] = advice(
+      planned(programs.config, programs.engine, paths, result), f"lengths of {lengths}"
+    )
   if not result["fits"]:
     trials = _search(config, devices, chip, waiting)
     fits = bool(trials) and trials[-1].fits
@@ -265,6 +275,7 @@ def measure(
     "update.flops": update_flops(config, model.config),
     **seconds,
     "step.expected_seconds": expected.step,
+    "update.expected_seconds": expected.update,
     "run.expected_seconds": expected.rest(config, 0),
     "expected": describe_expected(expected, config),
     "fits": peak <= usable,
@@ -334,6 +345,7 @@ def format_table(result: dict[str, Any]) -> str:
     ("update", f"{result['update.flops']:.3e} model FLOP, {seconds('update.seconds')}"),
     ("sampling, full length", seconds("sample.seconds")),
     ("time", result["expected"]),
+    *([("staleness", result["staleness"])] if "staleness" in result else []),
     ("compile time", f"{result['seconds_compile']:.1f} s for the programs above"),
     (
       "compile time of a run",

@@ -133,7 +133,7 @@ def evaluate_run(
       count(complete + pending.ended)
       return stopping()
 
-    turns = Turns(worker, group, config.seed)
+    turns = Turns(worker, group, config.seed, worker.evaluated_episodes)
     rows = sample_problems(turns, policy, part, keys, sampling_params, pending, counted, start)
     result = pending.result(stopping)
     complete += n * group

@@ -306,6 +306,14 @@ class Agents(Rules):
     self._episodes[token] = AgentEpisode(self, key, writer, call, transcript)
     return self._episodes[token]
 
+  def apart(self) -> Agents:
+    """See `Rules`; the endpoint is not shared."""
+    other = super().apart()
+    other._endpoint = None
+    other._episodes = {}
+    del other.close
+    return other
+
   def forget(self, key: str) -> None:
     """Forgets an episode that has ended."""
     self._episodes.pop(key, None)
