@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what `__getattr__` imports when it is used
   from gtpo_jax import algorithms, environments, models, rewards
   from gtpo_jax.config import default_config, load_config
   from gtpo_jax.loop import steps, train
+  from gtpo_jax.probing import probe
 
 __version__ = "0.4.0"
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
   "environments",
   "load_config",
   "models",
+  "probe",
   "rewards",
   "steps",
   "train",
@@ -34,6 +36,7 @@ _PACKAGES = ("algorithms", "environments", "models", "rewards")
 _FUNCTIONS = {  # public name: (module, name in the module)
   "default_config": ("config", "default_config"),
   "load_config": ("config", "load_config"),
+  "probe": ("probing", "probe"),
   "steps": ("loop", "steps"),
   "train": ("loop", "train"),
 }

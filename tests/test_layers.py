@@ -29,8 +29,9 @@ CORE = {  # what trains, each part with its layer
 PRODUCTS = {  # what is built on the core
   "python": 8,  # `loop/` gives its results; nothing below does
   "tinker": 8,
-  "cli": 10,
-  "__main__": 11,
+  "probing": 10,
+  "cli": 11,
+  "__main__": 12,
 }
 LAYERS = CORE | PRODUCTS
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -10,11 +10,13 @@ from etils import epath
 import gtpo_jax
 from gtpo_jax.cli import commands
 from gtpo_jax.cli.eval import evaluate
+from gtpo_jax.cli.probe import probe
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 from gtpo_jax.runtime.paths import storage_path
 
 COMMANDS = (
-  *("train", "eval", "sample", "export", "serve", "tinker", "plan", "report", "configs", "doctor"),
+  *("train", "probe", "eval", "sample", "export", "serve", "tinker", "plan", "report", "configs"),
+  "doctor",
 )
 OVERRIDE = "--config."  # prefix of the options that set a config field
 CONFIG_HELP = (
@@ -98,6 +100,7 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
     return command
 
   _add_train(add("train", commands.train, "train a policy; run the same command again to resume"))
+  _add_probe(add("probe", probe, "compare the gradients of recipes before one trains"))
   _add_eval(add("eval", evaluate, "estimate mean@n, pass@k, best@k and maj@k on held-out problems"))
   _add_sample(add("sample", commands.sample, "print completions of a prompt"))
   _add_serve(add("serve", commands.serve, "answer requests in OpenAI's protocol"))
@@ -115,6 +118,29 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
 def _add_train(parser: _Parser) -> None:
   parser.add_argument("--config", required=True, help=CONFIG_HELP)
   parser.add_argument("--workdir", required=True, type=_path, help="the run's folder")
+
+
+def _add_probe(parser: _Parser) -> None:
+  parser.add_argument("--config", required=True, help=CONFIG_HELP)
+  parser.add_argument(
+    "--workdir", required=True, type=_path, help="a folder; the same command again resumes"
+  )
+  parser.add_argument(
+    "--arms",
+    default="grpo,gtpo",
+    help="recipes with settings, such as grpo,gtpo(alpha2=1); the others are compared with the "
+    "first (default: grpo,gtpo)",
+  )
+  parser.add_argument(
+    "--batches", type=int, default=12, help="batches to compare the arms on (default: 12)"
+  )
+  parser.add_argument(
+    "--reference", type=int, default=48, help="batches of the true gradient (default: 48)"
+  )
+  parser.add_argument(
+    "--controls", action="store_true", help="also measure each entropy arm with shuffled entropies"
+  )
+  parser.add_argument("--json", type=_path, help=JSON_HELP)
 
 
 def _add_eval(parser: _Parser) -> None:

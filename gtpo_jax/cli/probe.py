@@ -1,0 +1,77 @@
+"""`gtpo probe`: which recipe has the better gradient on this model and task."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from gtpo_jax.cli.processes import (
+  check_writable,
+  in_all_processes,
+  program_name,
+  stderr_display,
+  write,
+)
+from gtpo_jax.runtime.signals import SIGNAL_EXIT, Stopped, StopSignals
+from gtpo_jax.runtime.startup import place_compile_cache
+
+COLUMNS = ("cosine", "difference", "over_control", "alignment", "noise", "groups", "tokens")
+
+
+@in_all_processes
+def probe(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo probe`."""
+  from gtpo_jax import config as configs
+  from gtpo_jax.probing import probe as measure
+
+  check_writable(args.json)
+  config = configs.load(args.config, overrides)
+  place_compile_cache(args.workdir)
+  display = stderr_display()
+  stop = StopSignals(display.notice)
+  with stop:
+    try:
+      result = measure(
+        config,
+        args.arms,
+        args.batches,
+        args.reference,
+        args.workdir,
+        display,
+        stop.requested,
+        controls=args.controls,
+      )
+    except Stopped:
+      again = shlex.join(sys.argv[1:])
+      print(f"stopped; complete batches are kept. To resume: {program_name()} {again}")
+      return SIGNAL_EXIT + (stop.signal or signal.SIGINT)
+    finally:
+      display.end()
+  print("\n".join(table(result["arms"])))
+  print(result["verdict"])
+  if args.json:
+    write(args.json, json.dumps(result, indent=2) + "\n")
+  return 0
+
+
+def table(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
+  """Returns a line for each arm, with the estimates and their 95 % intervals."""
+  columns = [key for key in COLUMNS if any(key in arm for arm in arms.values())]
+  rows = [["arm", *columns, "p (Holm)"]]
+  for name, arm in arms.items():
+    p = f"{arm['p_holm']:.2g}" if "p_holm" in arm else ""
+    rows.append([name, *(_cell(arm.get(key)) for key in columns), p])
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _cell(interval: list[float | None] | None) -> str:
+  if interval is None:
+    return ""
+  estimate, low, high = ("-" if x is None else f"{x:.3g}" for x in interval)
+  return f"{estimate} [{low}, {high}]"
