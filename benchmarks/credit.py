@@ -100,7 +100,9 @@ def parse_args() -> argparse.Namespace:
 def config_of(base: str) -> Config:
   """Returns the config of a base model, and of everything that starts from it."""
   file, overrides = BASES[base]
-  return load(file, [*overrides, "--config.log.tensorboard=False"])
+  return load(
+    file, [*overrides, "--config.log.tensorboard=False", "--config.batch.micro_batches=1"]
+  )
 
 
 def run_probes(args: argparse.Namespace, cells: Cells) -> None:

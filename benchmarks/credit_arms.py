@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.truth import batch_truth, decides
 from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.models.params import Params
+from gtpo_jax.probing.arms import REFERENCE, shuffled_means, shuffled_tokens
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies
@@ -127,6 +127,13 @@ class Arm:
     """Returns the tokens in the loss, bool[n, g, t]."""
     return _loss_mask(self.algorithm, batch.signals)
 
+  def derivatives(self, batch: ArmBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the derivatives of the loss by log-probs and entropies, f32[n, g, t] each."""
+    log_probs = batch.rollouts.log_probs
+    mask = self.loss_mask(batch)
+    found = _derivative(self.algorithm, log_probs, self.advantages(batch), mask)
+    return np.asarray(found), np.zeros(found.shape, np.float32)
+
 
 @functools.partial(jax.jit, static_argnums=0)
 def _advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
@@ -138,6 +145,24 @@ def _loss_mask(algorithm: Algorithm, signals: Signals) -> jax.Array:
   return algorithm.loss_mask(signals)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _derivative(
+  algorithm: Algorithm, log_probs: jax.Array, advantages: jax.Array, mask: jax.Array
+) -> jax.Array:
+  loss = lambda x: algorithm.loss(
+    log_probs=x, log_probs_old=log_probs, advantages=advantages, mask=mask
+  )[0]
+  return jax.grad(loss)(log_probs)
+
+
+def _within_verdict(batch: ArmBatch) -> np.ndarray:
+  return shuffled_tokens(batch.signals, np.random.default_rng(batch.key))
+
+
+def _completions_shuffled(batch: ArmBatch) -> np.ndarray:
+  return shuffled_means(batch.signals, np.random.default_rng(batch.key))
+
+
 def _shuffled(batch: ArmBatch) -> np.ndarray:
   """Permutes the entropies within each completion, which keeps their distribution."""
   rng = np.random.default_rng(batch.key)
@@ -146,32 +171,6 @@ def _shuffled(batch: ArmBatch) -> np.ndarray:
     tokens = np.flatnonzero(batch.signals.mask[index])
     entropy[index][tokens] = entropy[index][rng.permutation(tokens)]
   return entropy
-
-
-def shuffled_within_verdict(batch: ArmBatch) -> np.ndarray:
-  """Permutes the entropies of all tokens of a group whose completions share a verdict."""
-  rng = np.random.default_rng(batch.key)
-  mask = batch.signals.mask
-  correct = batch.signals.correct
-  entropy = np.array(batch.signals.entropy)
-  for group, verdict in itertools.product(range(len(mask)), (False, True)):
-    tokens = np.flatnonzero(mask[group] & (correct[group] == verdict)[:, None])
-    flat = entropy[group].reshape(-1)
-    flat[tokens] = flat[rng.permutation(tokens)]
-  return entropy
-
-
-def _completions_shuffled(batch: ArmBatch) -> np.ndarray:
-  """Permutes the mean entropies of the completions of a group that share a verdict."""
-  rng = np.random.default_rng(batch.key)
-  mask = batch.signals.mask
-  correct = batch.signals.correct
-  entropy = np.where(mask, batch.signals.entropy, 0.0)
-  mean = entropy.sum(2) / mask.sum(2).clip(1)
-  for group, verdict in itertools.product(range(len(mean)), (False, True)):
-    members = np.flatnonzero((correct[group] == verdict) & mask[group].any(1))
-    mean[group, members] = mean[group, rng.permutation(members)]
-  return np.where(mask, mean[..., None], 0.0).astype(np.float32)
 
 
 def _oracle(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
@@ -276,16 +275,14 @@ CONTROLS = {
   "grpo_s, beta2 = 0.1": ("grpo_s, beta2 = 0",),
   "grpo_s, beta2 = 1": ("grpo_s, beta2 = 0", "grpo_s, entropies shuffled"),
 }
-# The estimate of the true gradient: rewards minus the mean of the other completions, not divided by
-# a standard deviation, summed over all tokens with one constant weight.
-REFERENCE = Arm(make("rloo", loss_aggregation="constant"))
+REFERENCE_ARM = Arm(REFERENCE)  # the estimate of the true gradient
 
 SHUFFLED = "alpha2 = 1, shuffled within verdict"
 # Of benchmarks/credit_real.py, all probed arms; fipo has the gradient of dapo before the first
 # update, so it is only trained.
 PROBED: dict[str, Arm] = {
   **{name: ARMS[name] for name in (BASELINE, "gtpo, alpha2 = 0.1", "gtpo, alpha2 = 1")},
-  SHUFFLED: Arm(gtpo(1.0), entropy=shuffled_within_verdict),
+  SHUFFLED: Arm(gtpo(1.0), entropy=_within_verdict),
   "alpha2 = 1, norm_sides = own": Arm(gtpo(1.0, norm_sides="own")),
   **{
     name: ARMS[name]

@@ -1,28 +1,28 @@
-"""Compares the gradient of every arm with the true one, at fixed parameters."""
+"""Compares the gradient of every arm with the true one, for arms that no recipe describes.
+
+`gtpo probe` does this for recipes; its gradients, sketches and statistics are used here.
+"""
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from credit_arms import REFERENCE, Arm, ArmBatch, collector_of, next_batch
+from credit_arms import REFERENCE_ARM, Arm, ArmBatch, collector_of, next_batch
 
-from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit_scores import auroc, class_weight, credit_scores
+from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.truth import CLASSES, decides, is_wrong, of_class
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.probing import gradients as probing
+from gtpo_jax.probing.statistics import Moments, cosine
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.training.log_probs import Reading, head_settings, score
 
-LINE_S = 30.0  # seconds between lines of progress
+REFERENCE_NAME = "reference"
 
 
 def probe(
@@ -36,8 +36,6 @@ def probe(
 ) -> dict[str, Any]:
   """Returns what each arm does at these parameters, as plain data.
 
-  The result of an arm does not depend on the other arms.
-
   The reference gradient is the mean over batches that the arms do not see. `arms` has, for each
   arm, the cosine of its gradient with the reference in each batch, the noise-to-signal ratio of
   the gradient of one batch, and the mean scores of its credit.
@@ -49,37 +47,29 @@ def probe(
     reference_batches: batches of the reference gradient.
   """
   collector = collector_of(config, worker, rewards)
-  gradients = make_gradients(worker.model)
-  sums = {name: Moments() for name in arms}
-  kept: dict[str, list[np.ndarray]] = {name: [] for name in arms}
+  gradients = probing.make_gradients(config, worker.model, params)
+  found: list[Gradients] = []
   scores: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
-  signals: list[dict[str, float]] = []
-  report = _reporter(batches + reference_batches)
-  for number in range(batches):
-    batch = next_batch(collector, params, number)
-    advantages = {name: arm.advantages(batch) for name, arm in arms.items()}
-    cotangents = np.stack([cotangent(arm, batch, advantages[name]) for name, arm in arms.items()])
-    for name, gradient in zip(arms, gradients(params, batch.rollouts, cotangents), strict=True):
-      sums[name].add(np.asarray(gradient))
-      kept[name].append(np.asarray(gradient, np.float32))
-      scores[name].append(scores_of(np.asarray(advantages[name]), batch))
-    signals.append(signal_scores(batch))
-    report(number + 1)
-  reference = Moments()
-  for number in range(reference_batches):
-    batch = next_batch(collector, params, batches + number)
-    cotangents = cotangent(REFERENCE, batch, REFERENCE.advantages(batch))[None]
-    reference.add(np.asarray(gradients(params, batch.rollouts, cotangents)[0]))
-    report(batches + number + 1)
+  total = batches + reference_batches
+  with Display().counting("batches", total) as count:
+    for number in range(total):
+      batch = next_batch(collector, params, number)
+      chosen = arms if number < batches else {}
+      for name, arm in chosen.items():
+        scores[name].append(scores_of(np.asarray(arm.advantages(batch)), batch))
+      signals = signal_scores(batch) if chosen else {}
+      found.append(measure(gradients, batch, chosen, signals, with_reference=not chosen))
+      count(number + 1)
+  reference = moments_of(batch.of(REFERENCE_NAME) for batch in found[batches:])
   return {
     "batches": batches,
     "reference_batches": reference_batches,
     "reference_noise": reference.noise() / reference_batches,
-    "signals": _means(signals),
+    "signals": _means([batch.signals for batch in found[:batches]]),
     "arms": {
       name: {
-        "cosine": [cosine(gradient, reference.mean) for gradient in kept[name]],
-        "noise": sums[name].noise(),
+        "cosine": [cosine(batch.of(name), reference.mean) for batch in found[:batches]],
+        "noise": moments_of(batch.of(name) for batch in found[:batches]).noise(),
         **_means(scores[name]),
       }
       for name in arms
@@ -87,53 +77,85 @@ def probe(
   }
 
 
-def flatten(gradient: Params) -> jax.Array:
-  """Returns a gradient as one vector f32[p], of all p parameters."""
-  return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)])
+class Gradients(NamedTuple):
+  """The gradients on one batch, or their sketches.
 
-
-def make_gradients(
-  model: Transformer, reduce: Callable[[Params], jax.Array] = flatten
-) -> Callable[[Params, Rollouts, np.ndarray], jax.Array]:
-  """Returns a jitted function (params, rollouts, cotangents) -> gradients f32[v, p].
-
-  The forward pass is shared, and the gradients are computed one after another.
-
-  Args:
-    model: the policy's architecture.
-    reduce: makes a vector of a gradient, such as all of it, or a sketch.
-
-  The arguments of the function:
-    params, rollouts: the policy, and what it sampled.
-    cotangents: f32[v, n, g, t], derivatives of v losses by the log-probs.
+  Attributes:
+    names: of the arms, and `REFERENCE_NAME`.
+    values: f32[v, s], s numbers of each of the v arms.
+    signals: what is known of the batch.
   """
 
-  @jax.jit
-  def gradients(params: Params, rollouts: Rollouts, cotangents: jax.Array) -> jax.Array:
-    def log_probs(params: Params) -> jax.Array:
-      x, _ = score(model, params, Reading.of(rollouts), head_settings(model, 1.0, 0))
-      return jnp.where(rollouts.mask, x, 0.0)
+  names: list[str]
+  values: np.ndarray
+  signals: dict[str, float]
 
-    _, pull_back = jax.vjp(log_probs, params)
-    return jax.lax.map(lambda cotangent: reduce(pull_back(cotangent)[0]), cotangents)
+  def save(self, file: Path) -> None:
+    """Writes the file under its name only when it is complete."""
+    part = file.with_suffix(".part")
+    with part.open("wb") as out:
+      np.savez(out, names=self.names, values=self.values, signals=[*self.signals.items()])
+    part.rename(file)
 
-  return gradients
+  @classmethod
+  def read(cls, file: Path) -> Gradients:
+    """Reads what `save` wrote."""
+    with np.load(file) as stored:
+      signals = {str(key): float(value) for key, value in stored["signals"]}
+      return cls([str(name) for name in stored["names"]], stored["values"], signals)
+
+  def of(self, name: str) -> np.ndarray:
+    """Returns the gradient of an arm, f64[s]."""
+    return self.values[self.names.index(name)].astype(np.float64)
 
 
-def cotangent(arm: Arm, batch: ArmBatch, advantages: jax.Array) -> np.ndarray:
-  """Returns the derivative of an arm's loss by the log-probs, f32[n, g, t], before any update."""
-  mask = arm.loss_mask(batch)
-  return np.asarray(_derivative(arm.algorithm, batch.rollouts.log_probs, advantages, mask))
+def measure(
+  gradients: probing.Gradients,
+  batch: ArmBatch,
+  arms: Mapping[str, Arm],
+  signals: dict[str, float],
+  with_reference: bool = True,
+) -> Gradients:
+  """Returns the gradients of the arms, and of the reference if asked for, on one batch."""
+  chosen = {**arms, **({REFERENCE_NAME: REFERENCE_ARM} if with_reference else {})}
+  losses = {name: arm.derivatives(batch) for name, arm in chosen.items()}
+  values = probing.gradients_of(gradients, batch.rollouts, losses)
+  return Gradients([*values], np.stack([*values.values()]), signals)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _derivative(
-  algorithm: Any, log_probs: jax.Array, advantages: jax.Array, mask: jax.Array
-) -> jax.Array:
-  loss = lambda x: algorithm.loss(
-    log_probs=x, log_probs_old=log_probs, advantages=advantages, mask=mask
-  )[0]
-  return jax.grad(loss)(log_probs)
+def leave_one_out_result(batches: Sequence[Gradients], compared: int) -> dict[str, Any]:
+  """Returns what each arm does, in the form of `probe`.
+
+  The reference of a batch is the mean gradient with a leave-one-out baseline over all *other*
+  batches, so no batch is compared with itself.
+
+  Args:
+    batches: at least 3. Those from `compared` on have the reference only.
+    compared: batches on which the arms are compared, at least 2.
+  """
+  reference = np.stack([batch.of(REFERENCE_NAME) for batch in batches])
+  others = [np.delete(reference, i, axis=0).mean(0) for i in range(compared)]
+  arms = {}
+  for name in batches[0].names:
+    if name != REFERENCE_NAME:
+      own = [batch.of(name) for batch in batches[:compared]]
+      cosines = [cosine(x, y) for x, y in zip(own, others, strict=True)]
+      arms[name] = {"cosine": cosines, "noise": moments_of(own).noise()}
+  return {
+    "batches": compared,
+    "reference_batches": len(batches) - 1,
+    "reference_noise": moments_of(reference).noise() / (len(batches) - 1),
+    "signals": _means([batch.signals for batch in batches]),
+    "arms": arms,
+  }
+
+
+def moments_of(vectors: Iterable[np.ndarray]) -> Moments:
+  """Returns the moments of vectors."""
+  found = Moments()
+  for vector in vectors:
+    found.add(vector)
+  return found
 
 
 def scores_of(advantages: np.ndarray, batch: ArmBatch) -> dict[str, float]:
@@ -189,56 +211,8 @@ def _sides(batch: ArmBatch) -> tuple[np.ndarray, np.ndarray]:
   return known & correct[..., None], known & ~correct[..., None]
 
 
-class Moments:
-  """The mean and the noise-to-signal ratio of vectors."""
-
-  def __init__(self):
-    self._count = 0
-    self._sum: Any = 0.0
-    self._squares = 0.0
-
-  def add(self, x: np.ndarray) -> None:
-    x = x.astype(np.float64)
-    self._count += 1
-    self._sum = self._sum + x
-    self._squares += float(x @ x)
-
-  @property
-  def mean(self) -> np.ndarray:
-    return self._sum / self._count
-
-  def noise(self) -> float:
-    """Returns the expected squared distance from the mean over the squared norm of the mean.
-
-    Both are estimated without bias. It is infinite if the estimate of the norm is not positive.
-    """
-    n = self._count
-    square_of_sum = float(self._sum @ self._sum)
-    signal = (square_of_sum - self._squares) / (n * (n - 1))
-    noise = (self._squares - square_of_sum / n) / (n - 1)
-    return noise / signal if signal > 0 else float("inf")
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-  return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
-
-
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:
   """Returns the mean of every key over the rows in which it is a number; NaN without one."""
   columns = {key: np.asarray([row[key] for row in rows]) for key in rows[0]}
   mean = lambda column: float(np.nanmean(column)) if not np.isnan(column).all() else float("nan")
   return {key: mean(column) for key, column in columns.items()}
-
-
-def _reporter(total: int) -> Callable[[int], None]:
-  """Returns a function that prints how many batches are done, at most every `LINE_S` seconds."""
-  began = last = time.perf_counter()
-
-  def report(done: int) -> None:
-    nonlocal last
-    now = time.perf_counter()
-    if now - last > LINE_S or done == total:
-      last = now
-      print(f"  {done} of {total} batches, {now - began:.0f} s", flush=True)
-
-  return report

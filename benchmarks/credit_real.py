@@ -45,8 +45,7 @@ from credit_arms import (
   opened,
   shared_worker,
 )
-from credit_probe import make_gradients
-from credit_sketch import Sketches, probe_result, sketch, sketch_batch
+from credit_probe import Gradients, leave_one_out_result, measure
 from credit_tables import draw_probes, draw_real_training, of_kind, real_tables
 from credit_tasks import TASKS, config_of, write_problems
 from credit_training import Sizes, batch_scores, evaluate, train_real
@@ -54,6 +53,7 @@ from study import Cells, run_stages, slug, study_parser
 
 from gtpo_jax.config import Config
 from gtpo_jax.models.params import Params
+from gtpo_jax.probing.gradients import make_gradients
 from gtpo_jax.rollout.policies import initial_params
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -82,7 +82,8 @@ def run_base(cells: Cells) -> None:
 def run_probes(cells: Cells) -> None:
   """Probes the base model on each task."""
   for task in TASKS:
-    config = config_of(task, cells.out, batch__prompts=PROBE_PROMPTS)
+    sizes = {"batch__prompts": PROBE_PROMPTS, "batch__micro_batches": PROBE_PROMPTS // 4}
+    config = config_of(task, cells.out, **sizes)
     probe_cell(cells, task, config, PROBED, COMPARED, REFERENCE)
 
 
@@ -111,7 +112,7 @@ def probe_cell(
   if any(not file.exists() for file in files):
     with opened(config) as (worker, rewards):
       params = initial_params(config, worker)
-      gradients = make_gradients(worker.model, sketch)
+      gradients = make_gradients(config, worker.model, params)
       for number, file in enumerate(files):
         part = f"batch-{task}-{number:03}"
         if file.exists():
@@ -122,11 +123,10 @@ def probe_cell(
         with cells.timed(part):
           batch = probe_batch(config, worker, rewards, params, number)
           chosen = arms if number < compared else {}
-          sketches = sketch_batch(gradients, params, batch, chosen, batch_scores(batch))
-          sketches.save(file)
+          measure(gradients, batch, chosen, batch_scores(batch)).save(file)
   if any(not file.exists() for file in files):
     return None
-  make = lambda: probe_result([Sketches.read(file) for file in files], compared)
+  make = lambda: leave_one_out_result([Gradients.read(file) for file in files], compared)
   return cells.compute(name, settings, make)
 
 

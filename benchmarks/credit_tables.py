@@ -14,13 +14,14 @@ from scipy import stats
 from study import (
   Seeds,
   draw_curves,
-  holm,
   mean_and_deviation,
   number,
   pass_by_problem,
   table,
   training_table,
 )
+
+from gtpo_jax.probing.statistics import holm, p_value
 
 CLASSES = ("decisive", "copied", "filler", "inert")
 LAST_ROWS = 2  # rows of a curve that describe the end of a run
@@ -97,11 +98,7 @@ def difference(result: Mapping[str, Any], arm: str) -> tuple[float, float]:
 
 def p_by_arm(result: Mapping[str, Any]) -> dict[str, float]:
   """Returns the p-value of each arm's difference from uniform credit, by a paired t-test."""
-  return {
-    arm: float(stats.ttest_1samp(_differences(result, arm), 0.0).pvalue)
-    for arm in result["arms"]
-    if arm != BASELINE
-  }
+  return {arm: p_value(_differences(result, arm)) for arm in result["arms"] if arm != BASELINE}
 
 
 def _differences(result: Mapping[str, Any], arm: str) -> np.ndarray:

@@ -41,7 +41,6 @@ from study import (
   Cells,
   Seeds,
   draw_curves,
-  holm,
   mean_and_deviation,
   paired_difference,
   pass_by_problem,
@@ -54,6 +53,7 @@ from turn_tasks import TURN_TASKS, config_of
 
 from gtpo_jax.logs.credit_scores import step_metrics
 from gtpo_jax.logs.truth import batch_truth
+from gtpo_jax.probing.statistics import holm
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from gtpo_jax.loop.evaluation.estimators import pass_at_k
+from gtpo_jax.probing.statistics import holm
 from gtpo_jax.runtime.errors import UserError
 
 Result = dict[str, Any]
@@ -277,16 +278,6 @@ def over_seeds(runs: Seeds, baseline: Seeds) -> str:
 def pass_by_problem(run: Mapping[str, Any], k: int) -> np.ndarray:
   """Returns pass@k of each held-out problem."""
   return np.asarray([pass_at_k(run["samples"], count, k) for count in run["correct"]])
-
-
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-  """Returns p-values adjusted for their number by Holm's step-down procedure."""
-  adjusted = {}
-  largest = 0.0
-  for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
-    largest = max(largest, min(1.0, p_values[name] * (len(p_values) - rank)))
-    adjusted[name] = largest
-  return adjusted
 
 
 # --- tables ---

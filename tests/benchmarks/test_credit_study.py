@@ -1,4 +1,4 @@
-"""The studies of credit: stored results, statistics, gradients of the arms, sketches, problems."""
+"""The studies of credit: stored results, statistics, gradients of the arms, problems."""
 
 import json
 
@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from credit_arms import ARMS, BASELINE, ArmBatch, shuffled_within_verdict
-from credit_probe import Moments, cotangent, make_gradients
-from credit_sketch import REFERENCE_NAME, SKETCH, Sketches, probe_result, sketch
+from credit_arms import ARMS, BASELINE, ArmBatch
+from credit_probe import REFERENCE_NAME, Gradients, leave_one_out_result, measure
 from credit_tasks import HELD_OUT, TRAINING_PROBLEMS, two_words, write_problems
-from study import Cells, compare, holm
+from study import Cells, compare
+from toys import config_of
 
 from gtpo_jax.arrays import Prompts, Rollouts, Signals
 from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.probing.gradients import make_gradients
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.training.log_probs import Reading, head_settings, score
@@ -51,30 +52,13 @@ def test_results_are_computed_once_and_only_within_pattern_and_budget(tmp_path):
   assert cells().compute("run-d", {}, make)["x"] == 7 and len(made) == 3
 
 
-def test_sketches_keep_inner_products():
-  rng = np.random.default_rng(0)
-  a, b = (
-    {"first": rng.normal(size=(300, 500)), "second": rng.normal(size=SKETCH + 7)} for _ in "ab"
-  )
-  b = {key: 0.5 * a[key] + b[key] for key in a}
-  exact = sum(float((a[key] * b[key]).sum()) for key in a)
-  size = lambda x: np.sqrt(sum(float((leaf**2).sum()) for leaf in x.values()))
-  sketches = [
-    np.asarray(sketch({key: jnp.asarray(x, jnp.float32) for key, x in tree.items()}), float)
-    for tree in (a, b)
-  ]
-  error = sketches[0] @ sketches[1] - exact
-  assert abs(error) < 4 * np.sqrt(2 / SKETCH) * size(a) * size(b)
-  assert exact > 20 * abs(error)
-
-
 def test_the_reference_of_a_batch_is_the_mean_of_the_others():
   rng = np.random.default_rng(0)
   names = ["arm", REFERENCE_NAME]
   values = rng.normal(1.0, 1.0, (5, 2, 8)).astype(np.float32)
-  batches = [Sketches(names, values[i], {"accuracy": 0.1 * i}) for i in range(3)]
-  batches += [Sketches([REFERENCE_NAME], values[i, 1:], {"accuracy": 0.1 * i}) for i in (3, 4)]
-  found = probe_result(batches, 3)
+  batches = [Gradients(names, values[i], {"accuracy": 0.1 * i}) for i in range(3)]
+  batches += [Gradients([REFERENCE_NAME], values[i, 1:], {"accuracy": 0.1 * i}) for i in (3, 4)]
+  found = leave_one_out_result(batches, 3)
   for i in range(3):
     other = sum(values[j, 1].astype(float) for j in range(5) if j != i) / 4
     own = values[i, 0].astype(float)
@@ -101,26 +85,6 @@ def test_two_words_need_the_topic_and_both_words(tmp_path):
   )
   assert len(set(held_out)) == HELD_OUT and len(set(training)) == TRAINING_PROBLEMS
   assert not set(held_out) & set(training)
-
-
-def test_shuffled_entropies_stay_within_a_verdict():
-  rng = np.random.default_rng(0)
-  mask = np.arange(6) < rng.integers(2, 7, (3, 4, 1))
-  entropy = np.where(mask, rng.random(mask.shape), 0.0).astype(np.float32)
-  correct = np.array([[True, False, True, False]] * 3)
-  signals = Signals(mask=mask, entropy=entropy, correct=correct)
-  shuffled = shuffled_within_verdict(ArmBatch(None, signals, np.zeros(mask.shape), 0))
-  for group in range(3):
-    for verdict in (False, True):
-      side = mask[group] & (correct[group] == verdict)[:, None]
-      np.testing.assert_array_equal(np.sort(shuffled[group][side]), np.sort(entropy[group][side]))
-  assert not (shuffled == entropy)[mask].all() and not shuffled[~mask].any()
-
-
-@pytest.mark.slow
-def test_holms_procedure_by_hand():
-  assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
-  assert holm({"a": 0.4, "b": 0.9}) == pytest.approx({"a": 0.8, "b": 0.9})
 
 
 @pytest.mark.slow
@@ -169,10 +133,9 @@ def case():
 @pytest.mark.slow
 def test_gradients_of_arms_are_those_of_their_losses(case):
   model, params, batch = case
-  arms = [ARMS[BASELINE], ARMS["grpo_s, beta2 = 1"]]
-  cotangents = np.stack([cotangent(arm, batch, arm.advantages(batch)) for arm in arms])
-  gradients = make_gradients(model)(params, batch.rollouts, cotangents)
-  arm = arms[1]
+  arm = ARMS["grpo_s, beta2 = 1"]
+  gradients = make_gradients(config_of(**{"batch.micro_batches": 1}), model, params)
+  found = measure(gradients, batch, {"uniform": ARMS[BASELINE], "grpo_s": arm}, {})
 
   def loss(params):
     rollouts = batch.rollouts
@@ -186,8 +149,8 @@ def test_gradients_of_arms_are_those_of_their_losses(case):
 
   leaves = jax.tree.leaves(jax.jit(jax.grad(loss))(params))
   expected = jnp.concatenate([leaf.ravel() for leaf in leaves])
-  np.testing.assert_allclose(gradients[1], expected, atol=2e-6)
-  assert not np.allclose(gradients[0], gradients[1], atol=1e-4)
+  np.testing.assert_allclose(found.of("grpo_s"), expected, atol=2e-6)
+  assert not np.allclose(found.of("uniform"), found.of("grpo_s"), atol=1e-4)
 
 
 @pytest.mark.slow
@@ -226,16 +189,6 @@ def test_shuffled_completions_exchange_the_credit_of_grpo_s_within_a_verdict(cas
       of = correct[i] == verdict
       np.testing.assert_allclose(np.sort(shuffled[i, of]), np.sort(own[i, of]), atol=1e-5)
   assert not np.allclose(shuffled, own, atol=1e-2)
-
-
-@pytest.mark.slow
-def test_noise_is_the_variance_over_the_squared_mean():
-  rng = np.random.default_rng(0)
-  moments = Moments()
-  for _ in range(4000):
-    moments.add(np.array([3.0, 4.0, 0.0]) + rng.normal(size=3))
-  np.testing.assert_allclose(moments.mean, [3, 4, 0], atol=0.1)
-  assert moments.noise() == pytest.approx(3 / 25, rel=0.05)
 
 
 @pytest.mark.slow
