@@ -17,13 +17,13 @@ import numpy as np
 from etils import epath
 
 from gtpo_jax.checkpoint.workdir import claim, open_workdir, recorded_date
-from gtpo_jax.config import Config, flatten, resolved_dict, with_date
+from gtpo_jax.config import Config, with_date
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop.prepare import Parts, fit_here, prepare
 from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.models.params import Params
-from gtpo_jax.probing.arms import OF_REWARDS, REFERENCE, SHUFFLED, Arm, parse_arms, sampling_config
+from gtpo_jax.probing.arms import REFERENCE, SHUFFLED, Arm, parse_arms, sampling_config
 from gtpo_jax.probing.gradients import SKETCH, Gradients, gradients_of, make_gradients
 from gtpo_jax.probing.statistics import Moments, compare, result_of_arm, verdict
 from gtpo_jax.python.inputs import Agent, MakeEnvironment, Records, resolve_inputs
@@ -31,19 +31,13 @@ from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies, load_frozen
 from gtpo_jax.rollout.scoring.functions import RewardFunction
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.paths import storage_path, write_atomically
+from gtpo_jax.runtime.paths import is_remote, storage_path, write_atomically
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.runtime.startup import prepare_devices
 from gtpo_jax.training.log_probs import make_scorer
 
 FOLDER = "probe"
 _REFERENCE = "reference"  # in a file, among the names of arms
-# Sections and fields of the config that decide the numbers of a probe.
-_DECISIVE = (
-  *("seed", "model.", "data.", "batch.prompts", "batch.group", "sampling.", "reward.", "env."),
-  *("teacher.", "distill.", "reference.", "warm_start.", "mesh."),
-  *(f"algorithm.{name}" for name in OF_REWARDS),
-)
 
 
 def probe(
@@ -123,13 +117,15 @@ def probe(
     open_workdir(workdir) as folder,
     claim(folder, own, display.say) as claimed,
   ):
-    _check_folder(folder, own, parts, batches)
+    _check_folder(folder, {"batches": batches, **parts.provenance})
     claimed.record_config()
+    if not is_remote(folder):
+      parts.reward_manager.grader.use_cache(folder)
     params = base_model(sampled, parts.worker, folder, display, stopping, parts.teacher)
     if params is None:
       raise Stopped("during the warm start, which the next probe starts over")
     frozen = load_frozen(sampled, parts.worker, folder, {}, params)
-    measure = _Measurement(sampled, parts, params, frozen, folder / FOLDER)
+    measure = _Measurement(sampled, parts, params, frozen, folder / FOLDER, display)
     numbers = range(batches + reference)
     with display.counting("probe", len(numbers)) as count:
       for number in numbers:
@@ -140,37 +136,34 @@ def probe(
   return result
 
 
-def _check_folder(folder: epath.Path, config: Config, parts: Parts, batches: int) -> None:
-  """Records what decides the numbers of a probe, or compares it with an earlier record.
-
-  Raises:
-    UserError: the folder has a probe with other values.
-  """
-  values = flatten(resolved_dict(config))
-  decisive = {name: x for name, x in values.items() if name.startswith(_DECISIVE)}
-  now = {"batches": batches, **decisive, **parts.provenance}
-  now = json.loads(json.dumps(now, default=str))
+def _check_folder(folder: epath.Path, now: Mapping[str, Any]) -> None:
+  """Records values that a config does not have, or compares them with an earlier probe's."""
   file = folder / FOLDER / "settings.json"
-  if not file.exists():
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(now, indent=2).encode())
-    return
-  before = json.loads(file.read_text())
+  before = json.loads(file.read_text()) if file.exists() else now
   for name in sorted(before.keys() | now.keys()):
     if before.get(name) != now.get(name):
       raise UserError(
         f"{str(folder)!r} has a probe with {name} = {before.get(name)!r}, this one has "
         f"{now.get(name)!r}; use another workdir"
       )
+  file.parent.mkdir(parents=True, exist_ok=True)
+  write_atomically(file, json.dumps(now, indent=2).encode())
 
 
 class _Measurement:
   """Measures arms on batches, and keeps what it has measured in a folder."""
 
   def __init__(
-    self, config: Config, parts: Parts, params: Params, frozen: FrozenPolicies, folder: epath.Path
+    self,
+    config: Config,
+    parts: Parts,
+    params: Params,
+    frozen: FrozenPolicies,
+    folder: epath.Path,
+    display: Display,
   ):
     self._config = config
+    self._display = display
     self._parts = parts
     self._params = params
     self._frozen = frozen
@@ -189,7 +182,7 @@ class _Measurement:
     collector = Collector(
       config, worker, parts.reward_manager, parts.problems, self._frozen, steps=number
     )
-    batch = collector.collect(self._params, 0, print, stopping)
+    batch = collector.collect(self._params, 0, self._display.say, stopping)
     rollouts = batch.rollouts
     if any("score_norms" in arm.algorithm.recipe.needs for arm in missing.values()):
       chunk = config.batch.head_chunk
@@ -225,7 +218,7 @@ class _Measurement:
       accuracies.append(float(stored["accuracy"]))
     found = {}
     for name in arms:
-      own = [self._read(number, name) for number in range(batches)]
+      own = [self._read(number, f"{name}/") for number in range(batches)]
       vectors, shares = (
         np.stack([x[f"{name}/{key}"] for x in own]) for key in ("vector", "shares")
       )
@@ -247,12 +240,12 @@ class _Measurement:
   def _file(self, number: int) -> epath.Path:
     return self._folder / f"{number:04}.npz"
 
-  def _read(self, number: int, arm: str = "") -> dict[str, np.ndarray]:
-    """Returns what is known of a batch, or only of an arm on it."""
+  def _read(self, number: int, prefix: str = "") -> dict[str, np.ndarray]:
+    """Returns what is known of a batch, under names with a prefix."""
     if not self._file(number).exists():
       return {}
     with np.load(io.BytesIO(self._file(number).read_bytes())) as stored:
-      return {name: stored[name] for name in stored.files if name.startswith(arm)}
+      return {name: stored[name] for name in stored.files if name.startswith(prefix)}
 
 
 def _plain(x: Any) -> Any:
