@@ -20,8 +20,6 @@ from gtpo_jax.cli.processes import (
 from gtpo_jax.runtime.signals import SIGNAL_EXIT, Stopped, StopSignals
 from gtpo_jax.runtime.startup import place_compile_cache
 
-COLUMNS = ("cosine", "difference", "over_control", "alignment", "noise", "groups", "tokens")
-
 
 @in_all_processes
 def probe(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -61,17 +59,8 @@ def probe(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def table(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
   """Returns a line for each arm, with the estimates and their 95 % intervals."""
-  columns = [key for key in COLUMNS if any(key in arm for arm in arms.values())]
-  rows = [["arm", *columns, "p (Holm)"]]
-  for name, arm in arms.items():
-    p = f"{arm['p_holm']:.2g}" if "p_holm" in arm else ""
-    rows.append([name, *(_cell(arm.get(key)) for key in columns), p])
+  from gtpo_jax.probing.statistics import probe_rows
+
+  rows = probe_rows(arms)
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def _cell(interval: list[float | None] | None) -> str:
-  if interval is None:
-    return ""
-  estimate, low, high = ("-" if x is None else f"{x:.3g}" for x in interval)
-  return f"{estimate} [{low}, {high}]"

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.special import stdtr, stdtrit
 
 LEVEL = 0.05  # of a test
+COLUMNS = ("cosine", "difference", "over_control", "alignment", "noise", "groups", "tokens")
 Interval = tuple[float, float, float]  # an estimate, and the ends of its 95 % interval
 
 
@@ -188,3 +189,20 @@ def verdict(arms: Mapping[str, dict[str, Any]], batches: int) -> str:
     for name, arm in differs.items()
   ]
   return f"{'; '.join(described)}; {batches} batches: start with {' or '.join(better) or first}"
+
+
+def probe_rows(arms: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+  """Returns a table of texts: its heads, then for each arm estimates with 95 % intervals."""
+  columns = [key for key in COLUMNS if any(key in arm for arm in arms.values())]
+  rows = [["arm", *columns, "p (Holm)"]]
+  for name, arm in arms.items():
+    p = f"{arm['p_holm']:.2g}" if "p_holm" in arm else ""
+    rows.append([name, *(_cell(arm.get(key)) for key in columns), p])
+  return rows
+
+
+def _cell(interval: Sequence[float | None] | None) -> str:
+  if interval is None:
+    return ""
+  estimate, low, high = ("-" if x is None else f"{x:.3g}" for x in interval)
+  return f"{estimate} [{low}, {high}]"

@@ -1,9 +1,10 @@
-"""Figures of a report from credit records: a step over time, and credit by token and by turn."""
+"""Figures of a report: a step over time, credit by token and by turn, and the probe of recipes."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from gtpo_jax.logs.credit import (
 from gtpo_jax.logs.credit_scores import class_weight, truth_metrics, turn_metrics, turn_table
 from gtpo_jax.logs.text import visible
 from gtpo_jax.logs.truth import of_class
+from gtpo_jax.probing.statistics import probe_rows
 from gtpo_jax.rollout.scoring.turn_signals import first_tokens
 
 COLORS = (INK, PLUS, MIXED, MINUS)  # of the phases
@@ -136,6 +138,42 @@ def _truth_figure(record: CreditRecord, label: str) -> dict[str, Any]:
       "the right and its squares on the left; uniform credit has all of them at 1."
     ),
   }
+
+
+def probe_figure(groups: Sequence[RunGroup]) -> dict[str, Any] | None:
+  """Returns the figure and numbers of the first run's `gtpo probe`; None if no run has one."""
+  for run in (run for group in groups for run in group.runs):
+    if (file := run.workdir / "probe.json").exists():
+      return draw_probe(json.loads(file.read_text()))
+  return None
+
+
+def draw_probe(result: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the figure and the numbers of a probe, as `gtpo_jax.probe` returns it."""
+  arms = result["arms"]
+  heads, *rows = probe_rows(arms)
+  first, *others = arms
+  with drawing_style("probe"):
+    picture = Figure(figsize=(8.0, 0.75 + TRUTH_ROW_IN * len(others)))
+    height = picture.get_figheight()
+    axes = picture.add_axes((0.34, 0.56 / height, 0.64, 1 - 0.66 / height))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.axvline(0, color=INK, linewidth=0.8)
+    for y, name in enumerate(others):
+      middle, low, high = arms[name]["difference"]
+      color = (PLUS if middle > 0 else MINUS) if low > 0 or high < 0 else INK
+      axes.plot([low, high], [y, y], color=color, linewidth=1.2)
+      axes.plot(middle, y, "o", color=color, markersize=6)
+    axes.set_yticks(np.arange(len(others)), [visible(name) for name in others])
+    axes.set_ylim(len(others) - 0.4, -0.6)
+    axes.set_xlabel(f"cosine with the true gradient, minus that of {visible(first)}")
+    axes.tick_params(axis="y", length=0)
+    svg = inline_svg(picture)
+  text = (
+    f"Verdict: {result['verdict']}. Measured before training on {result['batches']} batches, with "
+    f"{result['reference']} others for the true gradient; 95 % intervals."
+  )
+  return {"svg": svg, "heads": heads, "rows": rows, "text": visible(text)}
 
 
 def distinct_algorithms() -> list[tuple[str, Algorithm]]:

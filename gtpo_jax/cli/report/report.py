@@ -12,7 +12,12 @@ from typing import Any
 import jinja2
 
 import gtpo_jax
-from gtpo_jax.cli.report.credit_figures import timeline_figure, truth_figure, turns_figure
+from gtpo_jax.cli.report.credit_figures import (
+  probe_figure,
+  timeline_figure,
+  truth_figure,
+  turns_figure,
+)
 from gtpo_jax.cli.report.figures import (
   composition_figures,
   evaluation_figures,
@@ -78,6 +83,7 @@ def make_report(workdirs: Sequence[Path]) -> str:
       "figures": [{key: figure[key] for key in plotted} for figure in figures],
     },
     timeline=timeline_figure(groups),
+    probe=probe_figure(groups),
     truth=truth_figure(groups),
     turns=turns_figure(groups),
     viewer=viewer,
