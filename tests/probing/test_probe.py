@@ -90,6 +90,7 @@ def test_refusals_name_the_value_and_the_fix():
     ("grpo", "at least two arms"),
     ("grpo,opd", "learns from a teacher: set teacher.path"),
     ("grpo,dapo_mixed(guide_completions=2)", "cannot be probed: its guide"),
+    ("grpo,vineppo", "cannot be probed: it needs value_gains"),
     ("grpo,gtpo(overlong_buffer=4)", "set --config.algorithm.overlong_buffer"),
   ):
     with pytest.raises(UserError, match=message.replace("(", r"\(")) as error:
