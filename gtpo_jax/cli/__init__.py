@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from gtpo_jax.cli.parser import COMMANDS, parse
-from gtpo_jax.runtime.errors import RunError, UserError, first_line, printable
+from gtpo_jax.runtime.errors import RunError, UserError, escape_controls, first_line
 from gtpo_jax.runtime.signals import SIGNAL_EXIT
 
 __all__ = ["COMMANDS", "main", "parse"]
@@ -79,5 +79,5 @@ def _open_standard_streams() -> None:
 
 
 def _fail(status: int, message: str) -> int:
-  print(f"gtpo: {printable(message)}", file=sys.stderr)
+  print(f"gtpo: {escape_controls(message)}", file=sys.stderr)
   return status

@@ -24,7 +24,7 @@ from gtpo_jax.environments.tools import Tools
 from gtpo_jax.environments.turns import Episode, Message, Step, Stop, Turn, as_number
 from gtpo_jax.environments.workers import Outcome
 from gtpo_jax.environments.writers import Call, Differs, Drawn, End, Writer, wait_for
-from gtpo_jax.runtime.errors import UserError, described, printable
+from gtpo_jax.runtime.errors import UserError, described, escape_controls
 
 BEGINNING = "\N{START OF TEXT}"  # the state before the first turn, unlike that of an empty answer
 SHORT_STATE = 64  # characters of a state that is kept as it is
@@ -317,7 +317,7 @@ class Environments(Rules):
       return known
     except (Exception, SystemExit) as error:  # the user's code
       reason = f"{self.maker.name}.policy_truth raised {described(error)}"
-      self.show(reason, printable(traceback.format_exc()), "truth/turn_*/policy is left out")
+      self.show(reason, escape_controls(traceback.format_exc()), "truth/turn_*/policy is left out")
       return None
 
   def player(self) -> Player:

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Any, NamedTuple
 
-from gtpo_jax.runtime.errors import FunctionError, RunError, described, printable
+from gtpo_jax.runtime.errors import FunctionError, RunError, described, escape_controls
 
 # Calls that hang at the same time before a run ends; each of them keeps a thread and its memory.
 MAX_HANGING = 256
@@ -200,7 +200,7 @@ class Workers:
     except (Exception, SystemExit, asyncio.CancelledError) as raised:  # the user's code
       value = None
       error = described(raised)
-      details = printable(traceback.format_exc())
+      details = escape_controls(traceback.format_exc())
     except BaseException as raised:
       fatal = FunctionError(f"an environment raised {described(raised)}, which ends the run")
     with self._changed:

@@ -75,7 +75,8 @@ def explain(error: BaseException, processes: int) -> str | None:
     processes: number of processes of the run.
   """
   if status(error) == OUT_OF_MEMORY:
-    name = _phase_of(error)
+    notes = [x for x in getattr(error, "__notes__", ()) if x.startswith(PHASE_NOTE)]
+    name = notes[0].removeprefix(PHASE_NOTE).rstrip(".") if notes else ""  # the innermost phase
     where = f" during the {name}" if name else ""
     return (
       f"out of memory{where}: {ADVICE.get(name, ADVICE[''])}; `gtpo plan` shows what each program "
@@ -85,11 +86,3 @@ def explain(error: BaseException, processes: int) -> str | None:
   if processes > 1 and (status(error) in PEER_STATUSES or any(word in text for word in PEER_TEXTS)):
     return f"another process exited or is unreachable ({text})"
   return None
-
-
-def _phase_of(error: BaseException) -> str:
-  """Returns the innermost phase in which the error occurred; "" if it is not known."""
-  for note in getattr(error, "__notes__", ()):
-    if note.startswith(PHASE_NOTE):
-      return note.removeprefix(PHASE_NOTE).rstrip(".")
-  return ""

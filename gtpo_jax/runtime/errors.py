@@ -52,10 +52,10 @@ SHARED_ERRORS = {
 
 def first_line(error: BaseException) -> str:
   """Returns the first line of an error's message, or the error's type if it has no message."""
-  return printable(next(iter(str(error).strip().splitlines()), type(error).__name__))
+  return escape_controls(next(iter(str(error).strip().splitlines()), type(error).__name__))
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
   """Returns a text without the control characters that change a terminal, such as `\\x1b`."""
   return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 

@@ -68,7 +68,12 @@ def make_mesh(
     sizes[free[0]] = len(devices) // fixed
   if int(np.prod(list(sizes.values()))) != len(devices):
     shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    fitting = _fitting_sizes(sizes, len(devices))
+    # From the last axis to the second, each keeps the largest factor of its size that divides the
+    # number of unused devices; data gets the rest.
+    fitting = dict.fromkeys(MESH_AXES, len(devices))
+    for name in reversed(MESH_AXES[1:]):
+      fitting[name] = math.gcd(max(sizes[name], 1), fitting[MESH_AXES[0]])
+      fitting[MESH_AXES[0]] //= fitting[name]
     raise UserError(
       f"a mesh of {shape} does not fit {len(devices)} device(s): the product must be "
       f"{len(devices)}; set one axis to -1 to use all devices, or use "
@@ -80,20 +85,6 @@ def make_mesh(
       "gtpo_jax.runtime.startup.prepare_devices() first"
     )
   return _mesh_of(_arrange(devices, tuple(sizes.values())))
-
-
-def _fitting_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
-  """Returns sizes of the mesh axes whose product is `devices`, near the sizes that were asked for.
-
-  From the last axis to the second, each keeps the largest factor of its size that divides the
-  number of unused devices; data gets the rest.
-  """
-  fitting = {}
-  for name in reversed(MESH_AXES[1:]):
-    fitting[name] = math.gcd(max(sizes[name], 1), devices)
-    devices //= fitting[name]
-  fitting[MESH_AXES[0]] = devices
-  return {name: fitting[name] for name in MESH_AXES}
 
 
 def _mesh_of(devices: np.ndarray) -> Mesh:
@@ -113,10 +104,12 @@ def _arrange(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarra
   islands = collections.Counter(island_of(device) for device in devices)
   if len(set(islands.values())) > 1:  # of different sizes
     return grid
-  outer = _outer_shape(shape, len(islands))
+  outer = []  # how many islands each axis spans; the first axes span as many as they can
+  for size in shape:
+    outer.append(math.gcd(size, len(islands) // math.prod(outer)))
   inner = tuple(size // part for size, part in zip(shape, outer, strict=True))
   blocks = np.empty(outer, object)
-  for index, island in zip(np.ndindex(outer), sorted(islands), strict=True):
+  for index, island in zip(np.ndindex(*outer), sorted(islands), strict=True):
     members = [device for device in devices if island_of(device) == island]
     blocks[index] = _arrange_island(members, inner)
   return np.block(blocks.tolist())
@@ -139,18 +132,6 @@ def island_of(device: jax.Device) -> int:
   """
   own_process = device.process_index if device.platform == "gpu" else 0
   return getattr(device, "slice_index", own_process)
-
-
-def _outer_shape(shape: tuple[int, ...], islands: int) -> tuple[int, ...]:
-  """Returns how many islands each mesh axis spans; the first axes span as many as they can.
-
-  `islands` must divide the product of `shape`.
-  """
-  outer = []
-  for size in shape:
-    outer.append(math.gcd(size, islands))
-    islands //= outer[-1]
-  return tuple(outer)
 
 
 def single_device_mesh() -> Mesh:

@@ -57,9 +57,13 @@ def answering(
   async def answer(request: Request) -> Response:
     try:
       if only_loopback:
-        _check_host(request)
-        if sent is None:
-          _check_type(request)
+        host = request.headers.get("host", "")
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if not is_loopback(name.removeprefix("[").removesuffix("]")):
+          raise ApiError(403, "this server answers requests for localhost only")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if sent is None and request.method == "POST" and kind != "application/json":
+          raise ApiError(415, "send the body with Content-Type: application/json")
       given = bearer(request) if sent is None else sent(request)
       # Headers are read as Latin-1, whatever their bytes mean.
       if token and not hmac.compare_digest(given.encode("latin-1"), token.encode()):
@@ -78,20 +82,6 @@ def answering(
       return _error(ApiError(500, "the server has failed to answer; its log says why"))
 
   return answer
-
-
-def _check_host(request: Request) -> None:
-  host = request.headers.get("host", "")
-  name = host if host.endswith("]") else host.rpartition(":")[0] or host
-  if not is_loopback(name.removeprefix("[").removesuffix("]")):
-    raise ApiError(403, "this server answers requests for localhost only")
-
-
-def _check_type(request: Request) -> None:
-  """Refuses what a page elsewhere can send without asking: a body that is not called JSON."""
-  kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-  if request.method == "POST" and kind != "application/json":
-    raise ApiError(415, "send the body with Content-Type: application/json")
 
 
 def bearer(request: Request) -> str:
@@ -150,16 +140,6 @@ async def respond(
   """
   if job.request.sampling.stream:
     return _Events(stream(job.request, job.choices, job.parts()), job)
-  await _wait_for(request, job)
-  return JSONResponse(whole(job.request, job.choices))
-
-
-async def _wait_for(request: Request, job: Job) -> None:
-  """Waits until all choices have ended.
-
-  Raises:
-    ClientDisconnect: the client has gone, and its choices were cancelled.
-  """
 
   async def collect() -> None:
     async for _ in job.parts():
@@ -180,6 +160,7 @@ async def _wait_for(request: Request, job: Job) -> None:
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+  return JSONResponse(whole(job.request, job.choices))
 
 
 class _Events(StreamingResponse):

@@ -55,6 +55,7 @@ SIMPLE = {OPTIM_STEP: StepBody, SAVE: SaveBody, SAVE_FOR_SAMPLER: SaveForSampler
 # Where a request names its model and its number, also if the rest is wrong or cut off.
 _MODEL = re.compile(rb'"model_id"\s*:\s*"([\w:]+)"')
 _SEQ = re.compile(rb'"seq_id"\s*:\s*(\d{1,18})\b')
+_SAMPLER = re.compile(rb'"sampling_session_seq_id"\s*:\s*\d+')
 _PROTO = re.compile(rb"\n[\x01-\x7f]([\w:]+)\x10([\x80-\xff]{0,4}[\x00-\x7f])")
 
 
@@ -197,7 +198,9 @@ class TinkerApp:
     body: bytes,
     most: int,
   ) -> Submission:
-    digest = hashlib.sha256(f"{op} ".encode() + body).digest()
+    # A client that repeats a request gives the sampler that it asks for another number.
+    same = _SAMPLER.sub(b"", body) if op == SAVE_FOR_SAMPLER else body
+    digest = hashlib.sha256(f"{op} ".encode() + same).digest()
     named = addressed(body)
     theirs = named is not None and self._ledger.owner(named[0]) == owner
     first = Submission(REFUSED, *named, b"", digest=digest) if named and theirs else None

@@ -23,7 +23,7 @@ from gtpo_jax.serving.requests import parse_object
 from gtpo_jax.tinker.bodies import SamplingRequest
 from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase
-from gtpo_jax.tinker.saved_weights import Spec, Store, read_saved
+from gtpo_jax.tinker.saved_weights import Spec, Store
 from gtpo_jax.tinker.wire import (
   ERROR,
   MISSING,
@@ -58,7 +58,7 @@ class Policies:
     saved = None
     name = ""
     if source["run"]:
-      saved = read_saved(self._store.of_sampler(source))
+      saved = self._store.of_sampler(source)
       if saved is None:
         raise ApiError(410, "the weights of this sampler are gone; save them again")
       name = f"{saved.folder} {saved.about.created}"

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -165,6 +166,7 @@ class Store:
 
   def __init__(self, workdir: Path):
     self._root = workdir / "runs"
+    self._still = threading.Lock()  # no weights are between their old and their new place
     for old in self._root.glob(f"*/*/.*{OLD}"):  # a process was killed in `replace`
       folder = old.with_name(old.name.removeprefix(".").removesuffix(OLD))
       if folder.exists():
@@ -186,7 +188,8 @@ class Store:
     parts = path.removeprefix("tinker://").split("/") if isinstance(path, str) else []
     right = len(parts) == 3 and parts[1] in KINDS and NAME.fullmatch(parts[2])
     if right and NAME.fullmatch(parts[0].replace(":", "-")):
-      saved = read_saved(self.folder(*parts))
+      with self._still:
+        saved = read_saved(self.folder(*parts))
       if saved and (saved.about.owner, saved.about.run) == (owner, parts[0]):
         return saved
     raise ApiError(404, f"there are no weights {shown(path)}")
@@ -214,17 +217,19 @@ class Store:
   def replace(self, new: Path, folder: Path) -> None:
     """Puts weights that are written whole in the place of older ones, of the same name."""
     old = folder.with_name(f".{folder.name}{OLD}")
-    if folder.exists():
-      os.replace(folder, old)
-    os.replace(new, folder)
+    with self._still:
+      if folder.exists():
+        os.replace(folder, old)
+      os.replace(new, folder)
     shutil.rmtree(old, ignore_errors=True)
 
-  def of_sampler(self, source: dict[str, Any]) -> Path:
-    """Returns the folder of the weights that a sampler samples from; for live ones the newest."""
+  def of_sampler(self, source: dict[str, Any]) -> Saved | None:
+    """Returns the weights that a sampler samples from, for live ones the newest; None if gone."""
     folder = self.folder(source["run"], source["kind"], source["name"])
     if source["live"]:
-      return max(_numbered(folder.parent, EPHEMERAL).items(), default=(0, folder))[1]
-    return folder
+      folder = max(_numbered(folder.parent, EPHEMERAL).items(), default=(0, folder))[1]
+    with self._still:
+      return read_saved(folder)
 
   def snapshot(self, run: str) -> Saved | None:
     """Returns the newest state of a model; None if there is none.

@@ -93,15 +93,6 @@ def _add_field(message: descriptor_pb2.DescriptorProto, text: str) -> None:
     field.type = getattr(_FIELD, f"TYPE_{scalar.upper()}")
 
 
-def _add_presence(message: descriptor_pb2.DescriptorProto, names: list[str]) -> None:
-  """Protobuf 3 tells absence by a choice of one field; these come after the others."""
-  for field in message.field:
-    if field.name in names:
-      field.proto3_optional = True
-      field.oneof_index = len(message.oneof_decl)
-      message.oneof_decl.add(name=f"_{field.name}")
-
-
 def _classes() -> dict[str, Any]:
   file = descriptor_pb2.FileDescriptorProto(
     name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3"
@@ -110,7 +101,12 @@ def _classes() -> dict[str, Any]:
     message = file.message_type.add(name=name)
     for field in fields:
       _add_field(message, field)
-    _add_presence(message, [field.split(" ")[1] for field in fields if field.endswith("?")])
+    # Protobuf 3 tells absence by a choice of one field; these come after the others.
+    names = [field.split(" ")[1] for field in fields if field.endswith("?")]
+    for optional in (field for field in message.field if field.name in names):
+      optional.proto3_optional = True
+      optional.oneof_index = len(message.oneof_decl)
+      message.oneof_decl.add(name=f"_{optional.name}")
   pool = descriptor_pool.DescriptorPool()
   pool.Add(file)
   find = lambda name: pool.FindMessageTypeByName(f"{PACKAGE}.{name}")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from gtpo_jax.runtime.cluster import joining, launchers, metadata
+from gtpo_jax.runtime.cluster import joining, launchers
 from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.cluster.launchers import Launch, find_launch, local_gpus
 from gtpo_jax.runtime.errors import RunError, UserError
@@ -145,7 +145,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
     if fault == "cut":
       return
     if fault == "late":
-      time.sleep(3 * metadata.TIMEOUT_S)
+      time.sleep(3 * launchers.TIMEOUT_S)
       return
     value = self.server.values.get(key)
     known = value is not None and self.headers["Metadata-Flavor"] == "Google"
@@ -162,7 +162,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
 def tpu_vm(monkeypatch):
   """The metadata server of host 1 in the second of two Cloud TPU slices, with two hosts each."""
   monkeypatch.setenv("JAX_FORCE_TPU_INIT", "1")
-  monkeypatch.setattr(metadata, "PAUSES_S", (0.01, 0.01, 0.01, 0.01))
+  monkeypatch.setattr(launchers, "PAUSES_S", (0.01, 0.01, 0.01, 0.01))
   with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
     server.faults = {}
     server.values = {
@@ -190,7 +190,7 @@ def test_a_metadata_server_that_fails_for_a_moment_is_asked_again(tpu_vm, monkey
   assert find_launch(tpu_vm.variables) == Launch(
     "Cloud TPU", 4, 3, expected="10.0.0.2:8482", slices=2
   )
-  monkeypatch.setattr(metadata, "TIMEOUT_S", 0.3)
+  monkeypatch.setattr(launchers, "TIMEOUT_S", 0.3)
   tpu_vm.faults["worker-network-endpoints"] = ["late"]
   assert find_launch(tpu_vm.variables) == Launch(
     "Cloud TPU", 4, 3, expected="10.0.0.2:8482", slices=2

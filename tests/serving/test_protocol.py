@@ -313,7 +313,9 @@ def test_echo_keeps_the_only_token_of_a_prompt(live):
 def test_a_page_elsewhere_cannot_have_a_local_server_generate(live):
   """A browser sends such bodies without asking the server; it asks before it sends JSON."""
   body = json.dumps({"model": live.model, "prompt": "a", "max_tokens": 1})
-  post = lambda **headers: httpx2.post(f"{live.url}/v1/completions", content=body, headers=headers)
+  post = lambda **headers: httpx2.post(
+    f"{live.url}/v1/completions", content=body, headers=headers, timeout=120
+  )
   before = live.opened.generator.counts["completions"]
   kinds = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
   for kind in kinds:

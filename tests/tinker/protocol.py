@@ -1,5 +1,6 @@
 """Requests of the protocol by hand."""
 
+import contextlib
 import http.client
 import json
 from urllib.parse import urlsplit
@@ -12,13 +13,12 @@ POLLS = 6  # for a result, each of at most half a minute
 
 
 def send(url, method, path, body=b"", kind="application/json", **headers):
-  connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
   headers = {"Content-Type": kind, "X-API-Key": "tml-a", **headers}
-  connection.request(method, f"/api/v1/{path}", body, headers)
-  answer = connection.getresponse()
-  data = answer.read()
-  connection.close()
-  return answer.status, data
+  opened = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
+  with contextlib.closing(opened) as connection:
+    connection.request(method, f"/api/v1/{path}", body, headers)
+    with connection.getresponse() as answer:
+      return answer.status, answer.read()
 
 
 def post(url, path, /, **fields):

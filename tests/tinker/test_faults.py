@@ -1,7 +1,9 @@
 """Damaged files, weights that are gone, and restarts: one line for who asked, and others go on."""
 
 import json
+import os
 import shutil
+import threading
 import time
 
 import pytest
@@ -277,3 +279,28 @@ def test_more_samples_than_the_queue_holds(model, tmp_path):
     began = time.monotonic()
     data = outcome(url, "asample", **ask, seq_id=1, num_samples=9, prompt_logprobs=True)
     assert isinstance(data, bytes) and time.monotonic() - began < 60
+
+
+def test_weights_are_found_while_others_take_their_place(tmp_path, monkeypatch):
+  store = saved_weights.Store(tmp_path)
+  run, kind = "s:train:0", saved_weights.TRAINING
+  about = saved_weights.About(run=run, owner="x", spec=saved_weights.Spec("", 2), created=0)
+  folder = store.folder(run, kind, "a")
+  new = folder.with_name("new")
+  for each in (folder, new):
+    each.mkdir(parents=True)
+    (each / saved_weights.ABOUT).write_text(about.model_dump_json())
+  moved = threading.Event()
+  move = os.replace
+
+  def replace(*paths):
+    move(*paths)
+    moved.set()
+    time.sleep(0.1)
+
+  monkeypatch.setattr(os, "replace", replace)
+  thread = threading.Thread(target=store.replace, args=[new, folder])
+  thread.start()
+  moved.wait()
+  assert store.find("x", f"tinker://{run}/{kind}/a").folder == folder
+  thread.join()

@@ -24,9 +24,8 @@ from test_kills import PACKAGES
 
 from gtpo_jax.tinker.schema import CLASSES
 
-HANG_S = 5.0  # for any answer, but results and those of a server that was killed
-RESULT_S = 300.0  # for a result, with compilation and restarts
-START_S = 300.0
+RESULT_S = 900.0  # for a result, with compilation and restarts
+START_S = 900.0
 LOSS = "forward_backward"
 
 
@@ -41,7 +40,13 @@ class Victim:
     answered: how many results there were.
   """
 
-  def __init__(self, model, workdir, seed, pause):
+  def __init__(self, model, workdir, seed, pause, hang):
+    """Args:
+    model, workdir: of the server.
+    seed: of the kills.
+    pause: the least and the most seconds between a server's results and its end.
+    hang: seconds that any answer may take, but results and those of a server that was killed.
+    """
     port = free_port()
     self.url = f"http://127.0.0.1:{port}"
     self.kills = 0
@@ -56,6 +61,7 @@ class Victim:
     ]
     self._rng = random.Random(seed)
     self._pause = pause
+    self._hang = hang
     self._ended = threading.Event()
     self._start()
     self._thread = threading.Thread(target=self._kill_at_random)
@@ -81,15 +87,17 @@ class Victim:
         time.sleep(0.1)
 
   def _kill_at_random(self):
-    while not self._ended.wait(self._rng.uniform(*self._pause)) and not self.failure:
+    while not self.failure:
+      # Three of four live until they have a result, so that a slow machine gets anywhere.
+      enough = self.answered + self._rng.randrange(4)
+      while self.answered < enough:
+        if self._ended.wait(0.2) or self._process.poll() is not None:
+          break
+      if self._ended.wait(self._rng.uniform(*self._pause)):
+        return
       if self._process.poll() is not None:
         self.failure = self.log.read_text()
         return
-      # Most live until they have a result, so that a slow machine gets anywhere.
-      answered = self.answered
-      while self._rng.random() < 0.99 and self.answered == answered:
-        if self._ended.wait(0.2):
-          return
       self.ready = False
       self._process.kill()
       self._process.wait()
@@ -120,9 +128,10 @@ class Victim:
         continue
       seconds = time.monotonic() - began
       calm = ready and kills == self.kills and path != "retrieve_future"
-      assert not calm or seconds < HANG_S, (path, seconds)
+      assert not calm or seconds < self._hang, (path, seconds)
       assert status < 500, (path, body[:300], status, data)
-      return status, data
+      if status != 429:  # too many samples wait
+        return status, data
 
   def outcome(self, name):
     """The result of a request."""
@@ -320,6 +329,10 @@ def check_calm(client, url):
     for seq, (path, body, kind, status, data) in sorted(log.items()):
       found, answer = post(path, ours(body), kind)
       row = (path, body[:300], status, data, found, answer)
+      if status == 200 != found:  # it was refused, but a kill came before the answer
+        told = json.loads(ours(client.results[name, seq]))
+        assert told["error"] == json.loads(answer)["error"]["message"], row
+        continue
       assert (found, answer) == (status, ours(data)), row
       if (name, seq) in client.results:
         expected = result(url, f"{target}:{seq}".replace(client.session, calm))[1]
@@ -332,15 +345,20 @@ def arrays(workdir, session, name):
   return file.read_bytes()
 
 
-def fuzz(model, tmp_path, seed, seconds, pause, clients=2):
-  victim = Victim(model, tmp_path / "killed", seed, pause)
+def fuzz(model, tmp_path, seed, acts, kills, pause, seconds=0, hang=100, clients=2):
+  """Clients act at least so often, while a server is killed at least so often, and so long."""
+  victim = Victim(model, tmp_path / "killed", seed, pause, hang)
   until = time.monotonic() + seconds
   failures = []
 
   def run(client):
     try:
-      while time.monotonic() < until and not failures:
+      done = 0
+      while time.monotonic() < until or done < acts or victim.kills < kills:
+        if failures:
+          return
         client.act()
+        done += 1
     except BaseException as error:
       failures.append(error)
 
@@ -371,16 +389,13 @@ def fuzz(model, tmp_path, seed, seconds, pause, clients=2):
       assert ended == arrays(calm, session, "end")
   count = sum(len(x.log) + len(x.samples) for x in found)
   print(f"{count} requests, {victim.kills} kills")
-  return count, victim.kills
 
 
 @pytest.mark.slow
-def test_half_a_minute_of_random_requests_and_kills(model, tmp_path):
-  count, kills = fuzz(model, tmp_path, seed=0, seconds=30, pause=(6, 12))
-  assert kills > 1 and count > 20
+def test_random_requests_and_kills(model, tmp_path):
+  fuzz(model, tmp_path, seed=0, acts=8, kills=2, pause=(0, 6))
 
 
 @pytest.mark.manual
 def test_ten_minutes_of_random_requests_and_kills(model, tmp_path):
-  count, kills = fuzz(model, tmp_path, seed=1, seconds=600, pause=(5, 20), clients=3)
-  assert kills > 10 and count > 100
+  fuzz(model, tmp_path, 1, acts=30, kills=10, pause=(0, 10), seconds=600, hang=5, clients=3)

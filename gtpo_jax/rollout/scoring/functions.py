@@ -24,7 +24,7 @@ import jax
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.turns import MAX_NUMBER, Episode, as_number
 from gtpo_jax.rewards import PARTS
-from gtpo_jax.runtime.errors import FunctionError, UserError, described, printable
+from gtpo_jax.runtime.errors import FunctionError, UserError, described, escape_controls
 from gtpo_jax.runtime.resource_limits import within
 
 # Parts of the reward that no function computes.
@@ -134,7 +134,7 @@ class FunctionCaller:
       with _unchanged_jax_settings(f"reward function {name!r}"):
         values = self._within_limit(work)
     except (Exception, SystemExit):  # the user's code may raise anything
-      self._show_once(name, printable(traceback.format_exc()))
+      self._show_once(name, escape_controls(traceback.format_exc()))
       return [math.nan] * n
     except BaseException as error:
       raise FunctionError(

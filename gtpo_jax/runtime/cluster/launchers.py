@@ -9,13 +9,17 @@ host's GPUs each process gets.
 from __future__ import annotations
 
 import glob
+import http.client
 import os
 import re
+import socket
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from gtpo_jax.runtime.cluster.metadata import NoAnswerError, read_attributes
 from gtpo_jax.runtime.errors import RunError, UserError
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -30,6 +34,10 @@ METADATA_SERVER = "metadata.google.internal"
 METADATA_KEYS = ("worker-network-endpoints", "agent-worker-number", "tpu-env")
 TPU_DEVICE_FILES = ("/dev/accel0", "/dev/vfio")
 NVIDIA_DEVICE_FILES = "/dev/nvidia[0-9]*"
+TIMEOUT_S = 10  # for each attempt to ask a metadata server
+PAUSES_S = (0.5, 1, 2, 4)  # between attempts
+HTTP_UNKNOWN = (403, 404)  # the machine has no such attribute, or may not read it
+ABSENT = (ConnectionRefusedError, socket.gaierror)  # nobody listens; the name is not resolved
 
 
 class Launch(NamedTuple):
@@ -208,14 +216,15 @@ def _cloud_tpu(environ: Mapping[str, str]) -> Launch | None:
   """Asks the metadata server of a Cloud TPU VM."""
   if environ.get("TPU_SKIP_MDS_QUERY") or not has_tpu():
     return None
-  try:
-    values = read_attributes(environ.get("GCE_METADATA_IP", METADATA_SERVER), METADATA_KEYS)
-  except NoAnswerError as error:
-    raise RunError(
-      f"{error}, so this host may be one of several; try again, or set {COUNT}=1 to use it alone"
-    ) from error
-  if values is None:
-    return None  # for example a notebook service, which hides the server
+  server = environ.get("GCE_METADATA_IP", METADATA_SERVER)
+  values: dict[str, str] = {}
+  for key in METADATA_KEYS:
+    value = _attribute(server, key, found=bool(values))
+    if value is None and not values:
+      return None  # for example a notebook service, which hides the server
+    if value is None:
+      raise _no_answer(server, f"knows {next(iter(values))}, but not {key}")
+    values[key] = value
   endpoints, _, details = (values[key] for key in METADATA_KEYS)
   index = _integer(values, "agent-worker-number", None)
   named = dict(re.findall(r"^(\w+): *'?(.*?)'?$", details, re.MULTILINE))
@@ -223,6 +232,52 @@ def _cloud_tpu(environ: Mapping[str, str]) -> Launch | None:
   if not 0 <= index < len(hosts):
     raise RunError(f"the metadata server gives this host the number {index} of {len(hosts)}")
   return _slices(CLOUD_TPU, hosts, index, named | {k: x for k, x in environ.items() if x})
+
+
+def _attribute(server: str, key: str, found: bool) -> str | None:
+  """Returns an attribute of this machine; None without a server, or if it does not know it.
+
+  A server that is slow or fails for a moment is asked again. So a machine is never taken for one
+  without a server because its server was busy.
+
+  Args:
+    server: host, or host:port.
+    key: its name below `instance/attributes`.
+    found: whether the server has answered before.
+
+  Raises:
+    RunError: the server fails again and again.
+  """
+  request = urllib.request.Request(
+    f"http://{server}/computeMetadata/v1/instance/attributes/{key}",
+    headers={"Metadata-Flavor": "Google"},
+  )
+  opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+  for pause in (*PAUSES_S, None):
+    try:
+      with opener.open(request, timeout=TIMEOUT_S) as reply:
+        return reply.read().decode(errors="replace").strip()
+    except urllib.error.HTTPError as error:
+      error.close()
+      if error.code in HTTP_UNKNOWN:
+        return None
+      problem = f"HTTP status {error.code}"
+    except (OSError, http.client.HTTPException) as error:
+      cause = error.reason if isinstance(error, urllib.error.URLError) else error
+      if isinstance(cause, ABSENT) and not found:
+        return None
+      problem = str(cause) or type(cause).__name__
+    found = True
+    if pause is not None:
+      time.sleep(pause)
+  raise _no_answer(server, f"does not say {key} in {len(PAUSES_S) + 1} attempts ({problem})")
+
+
+def _no_answer(server: str, what: str) -> RunError:
+  return RunError(
+    f"the metadata server {server} {what}, so this host may be one of several; try again, or set "
+    f"{COUNT}=1 to use it alone"
+  )
 
 
 def _slices(name: str, hosts: list[str], index: int, values: Mapping[str, str]) -> Launch:
