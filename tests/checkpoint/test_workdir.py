@@ -161,7 +161,7 @@ def started(workdir, values):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_config_json_has_every_setting_that_the_algorithm_reads(name, tmp_path):
-  teacher = {"path": "runs/teacher" if name == "opd" else ""}
+  teacher = {"path": "runs/teacher" if name in ("opd", "rlsd") else ""}
   config = freeze({"algorithm": {"name": name}, "teacher": teacher})
   own(tmp_path / "run", config)
   section = json.loads((tmp_path / "run" / "config.json").read_text())["algorithm"]
