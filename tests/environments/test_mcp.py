@@ -20,13 +20,19 @@ from gtpo_jax.runtime.errors import UserError
 SERVER = shlex.join([sys.executable, str(Path(__file__).with_name("mcp_server.py"))])
 
 
+def running():
+  """The servers that this process has started."""
+  children = psutil.Process().children(recursive=True)
+  return [x for x in children if any("mcp_server.py" in part for part in x.cmdline())]
+
+
 @pytest.fixture
 def tools():
   servers = McpTools([SERVER], 60)
   yield Tools(servers.functions)
-  before = {x.pid for x in psutil.Process().children(recursive=True)}
+  assert len(running()) == 1
   servers.close()
-  assert before and not before & {x.pid for x in psutil.Process().children(recursive=True)}
+  assert not running()
   assert "mcp" not in {thread.name for thread in threading.enumerate() if thread.is_alive()}
 
 
