@@ -211,8 +211,11 @@ class Episodes:
     self._resume(playing, drawn)
 
   def results(self, group: Group) -> list[Episode | None]:
-    """Returns the episode of each completion; None until `poll` has said that it has ended."""
-    unsaid = {event[:2] for event in self._events}
+    """Returns the episode of each completion; None for one that has not ended.
+
+    An agent's has not until `poll` has said so: its conversations are joined then.
+    """
+    unsaid = {event[:2] for event in self._events if self.rules.start}
     return [None if x.key in unsaid else x.result for x in self._groups[group]]
 
   def snapshot(self, group: Group) -> dict[str, Any]:
