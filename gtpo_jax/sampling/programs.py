@@ -325,8 +325,8 @@ def _decode_params(trained: Transformer, model: Transformer, params: Params) -> 
   """Returns the parameters of `trained` in sampling layout, in the formats of `model`."""
   if not model.config.lora.rank:
     params = merge_lora(trained, params)
-    if model.config.quantize:
-      params = quantize_params(model, params)
+  if model.config.quantize and not trained.config.quantize:
+    params = quantize_params(model, params)
   return make_decode_params(model, params)
 
 

@@ -97,11 +97,9 @@ def test_logits_and_gradients_are_those_of_stacked_layers(preset, changes):
     np.testing.assert_allclose(own[path], x, atol=1e-6 * largest, err_msg=str(path))
 
 
-def engine_of(model, merge="auto"):
-  settings = ProgramSettings(
-    model, (7,), 3, 8, 12, config=EngineConfig(chunk=4, merge_adapters=merge)
-  )
-  return Engine(settings)
+def engine_of(model, merge="auto", **config):
+  config = EngineConfig(chunk=4, merge_adapters=merge, **config)
+  return Engine(ProgramSettings(model, (7,), 3, 8, 12, config=config))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +142,27 @@ def test_sampled_tokens_are_those_of_stacked_layers(changes):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     apart_by = np.abs(found.sampler_log_probs - expected.sampler_log_probs).max()
     assert apart_by <= (0 if changes else 2e-6)
+
+
+def test_a_copy_in_int8_has_the_adapters_beside_it():
+  """Where a second copy is short of space, sampling.weights_dtype makes one of integers alone."""
+  _, params, apart = models()
+  params = unstack_layers(apart, params)
+  engine = engine_of(apart, "never", weights_dtype="int8")
+  layout = engine.layout(params)
+  found = flatten_dict(layout.layers[0])
+  assert found["q", "kernel"].dtype == jnp.int8 and found["q", "lora_a"].dtype == jnp.float32
+  rollouts = engine.sample(
+    layout, [[5, 9, 1]], jax.random.key(4), group=3, sampling_params=SamplingParams()
+  )
+  exact = engine_of(apart, "never")
+  own = exact.sample(
+    exact.layout(params), [[5, 9, 1]], jax.random.key(4), group=3, sampling_params=SamplingParams()
+  )
+  first = (rollouts.sampler_log_probs[..., 0], own.sampler_log_probs[..., 0])
+  same = rollouts.tokens[..., 0] == own.tokens[..., 0]
+  np.testing.assert_allclose(*(x[same] for x in first), atol=0.02)
+  assert same.any()
 
 
 @pytest.mark.parametrize("changes", [{}, {"quantize": "int8"}])
