@@ -74,7 +74,7 @@ class Checkpoints:
 
     Args:
       state, leftovers, metadata: what is saved.
-      model: the architecture, if its layers are apart.
+      model: the architecture; None if its layers are stacked.
 
     Raises:
       RunError: this save or the previous one failed, for example because the disk is full.
@@ -83,7 +83,7 @@ class Checkpoints:
     if step == self.latest:
       return
     trained, metadata = self._base.leave_out(state.params, metadata or {}, model)
-    opt_state = state.opt_state if model is None else stack_layers(model, state.opt_state)
+    opt_state = stack_layers(model, state.opt_state)
     items = {PARAMS: trained, REST: _rest_of(state.replace(opt_state=opt_state))}
     if leftovers is not None:
       items[LEFTOVERS] = leftovers
@@ -104,7 +104,7 @@ class Checkpoints:
     """
     if step != self.latest:
       if with_base:
-        trained, metadata = params if model is None else stack_layers(model, params), {}
+        trained, metadata = stack_layers(model, params), {}
       else:
         trained, metadata = self._base.leave_out(params, {}, model)
       self._steps.save(step, {PARAMS: trained}, metadata)
@@ -219,8 +219,7 @@ def digest_base(base: Params, model: Transformer | None = None) -> str:
   and platforms round differently.
   """
   kept = {path: x for path, x in flatten_dict(base).items() if not path[-1].startswith("kernel")}
-  if model is not None:
-    kept = flatten_dict(stack_layers(model, unflatten_dict(kept)))
+  kept = flatten_dict(stack_layers(model, unflatten_dict(kept)))
   return digest_tree(kept)[:DIGEST_DIGITS]
 
 
@@ -245,8 +244,7 @@ class SharedBase:
     if not adapters:
       return params, metadata
     self._digest = self._digest or digest_base(base, model)
-    adapters = adapters if model is None else stack_layers(model, adapters)
-    return adapters, {**metadata, BASE_DIGEST: self._digest}
+    return stack_layers(model, adapters), {**metadata, BASE_DIGEST: self._digest}
 
   def add(
     self,

@@ -79,12 +79,12 @@ def _sums(x: jax.Array) -> jax.Array:
   for axis in reversed(range(x.ndim)):
     position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
     stride *= x.shape[axis]
-  hashes = [_mix(bits ^ _mix(position + jnp.uint32(salt))) for salt in SALTS]
+  hashes = [mix_bits(bits ^ mix_bits(position + jnp.uint32(salt))) for salt in SALTS]
   return jnp.stack([h.sum(dtype=jnp.uint32) for h in hashes])
 
 
-def _mix(x: jax.Array) -> jax.Array:
-  """A bijection of 32 bits in which each input bit affects every output bit.
+def mix_bits(x: jax.Array) -> jax.Array:
+  """Returns a bijection of u32 numbers in which each input bit affects every output bit.
 
   It has the form of MurmurHash3's finalizer.
   """

@@ -59,8 +59,7 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     params, step = read()
   with contextlib.ExitStack() as stack:
     stack.callback(reward_manager.close)
-    if worker.episodes:
-      stack.callback(worker.episodes.close)
+    stack.callback(worker.close)
     result = evaluate_run(
       config,
       worker,

@@ -191,7 +191,7 @@ def _fit_base(config: Config, devices: Sequence[Any], memory: int | None) -> Con
       "model.base_layout=auto"
     )
   short = False
-  if memory is not None:
+  if memory is not None and AUTO in (layout, merges):
     mesh = sampling_mesh(model.mesh, model.config.kv_heads, *model.config.mlps)
     copy = params_bytes(Transformer(model.config, mesh), model).copied
     state = bytes_per_device(abstract_state(model, run_optimizer(config, model)))

@@ -24,12 +24,8 @@ from gtpo_jax.runtime.paths import is_remote, storage_errors
 
 BLOCK_BYTES = 2**20
 FLUSH_S = 20.0  # seconds between uploads in the background
-RESUMED = (
-  "*.jsonl",
-  "sessions.json",
-  "wandb_id",
-  "trackio_id",
-)  # the files that a resumed run continues
+# The files that a resumed run continues.
+RESUMED = ("*.jsonl", "sessions.json", "wandb_id", "trackio_id")
 
 
 class Logs:

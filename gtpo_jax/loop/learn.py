@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.checkpoint.workdir import claim, open_workdir, recorded_date
-from gtpo_jax.config import Config, flatten, resolved_dict, with_compute_dtype, with_date
+from gtpo_jax.checkpoint.workdir import claim, open_workdir
+from gtpo_jax.config import Config, flatten, resolved_dict, with_compute_dtype
 from gtpo_jax.logs.display import Display, one_line
 from gtpo_jax.logs.profile import compile_count
 from gtpo_jax.logs.spool import open_logs
 from gtpo_jax.loop.interruptions import closed_at_exit, saved_if_interrupted
-from gtpo_jax.loop.prepare import fit_here, prepare
+from gtpo_jax.loop.prepare import dated, fit_here, prepare
 from gtpo_jax.loop.run import Place, Run
 from gtpo_jax.models.hf.folder import fingerprints
 from gtpo_jax.python.inputs import Agent, MakeEnvironment, Records, resolve_inputs
@@ -29,7 +28,7 @@ from gtpo_jax.python.results import Result, Step
 from gtpo_jax.rollout.scoring.functions import RewardFunction
 from gtpo_jax.runtime.cluster.agreement import agree, process_identity
 from gtpo_jax.runtime.compiling import stoppable_compiles
-from gtpo_jax.runtime.distributed import any_process, broadcast_from_first, is_first_process
+from gtpo_jax.runtime.distributed import any_process, is_first_process
 from gtpo_jax.runtime.paths import absolute_path, storage_path
 from gtpo_jax.runtime.signals import Interrupts, Watchdog
 from gtpo_jax.runtime.startup import prepare_devices
@@ -135,7 +134,7 @@ def steps(
   stopping = stopping or interrupts.requested
   with display.waiting("reading the model and the data", line=False):
     inputs = dataclasses.replace(inputs, config=fit_here(inputs.config))
-    config, is_new = _with_date(inputs.config, workdir)
+    config, is_new = dated(inputs.config, workdir)
     parts = prepare(dataclasses.replace(inputs, config=config), display)
   if not parts.worker.chat.template.reads_date:
     config = inputs.config
@@ -172,16 +171,6 @@ def steps(
       with signals:
         learning.close()
       display.end()
-
-
-def _with_date(config: Config, workdir: str | Path | None) -> tuple[Config, bool]:
-  """Returns the config with the day on which the run started, and whether that is today."""
-  if config.data.date or not config.data.chat:
-    return config, False
-  folder = workdir and storage_path(workdir)
-  recorded = broadcast_from_first(lambda: recorded_date(folder) if folder else "")
-  today = broadcast_from_first(lambda: datetime.date.today().isoformat())
-  return with_date(config, recorded or today), not recorded
 
 
 def learn(run: Run) -> Generator[Step, None, Result]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from gtpo_jax.checkpoint.provenance import provenance_of
-from gtpo_jax.config import Config
+from gtpo_jax.checkpoint.workdir import recorded_date
+from gtpo_jax.config import Config, with_date
 from gtpo_jax.config.mesh_choice import check_divisible, proposing_mesh
 from gtpo_jax.config.updates import fit_update
 from gtpo_jax.data.records import Problem, Problems
@@ -23,8 +26,9 @@ from gtpo_jax.rollout.problems import held_out_problems, training_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.chips import chip_of, usable_memory
-from gtpo_jax.runtime.distributed import least_of_processes
+from gtpo_jax.runtime.distributed import broadcast_from_first, least_of_processes
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.paths import storage_path
 
 MAX_RANDOM_WIDTH = 512  # of presets that may start from random weights; wider ones learn nothing
 
@@ -89,6 +93,16 @@ def fit_here(config: Config) -> Config:
   memory = least_of_processes(usable_memory(devices[0], len(devices)))
   with proposing_mesh(config):
     return fit_update(config, jax.devices(), chip_of(devices[0]), memory)
+
+
+def dated(config: Config, workdir: str | Path | None) -> tuple[Config, bool]:
+  """Returns the config with the day on which the run started, and whether that is today."""
+  if config.data.date or not config.data.chat:
+    return config, False
+  folder = workdir and storage_path(workdir)
+  recorded = broadcast_from_first(lambda: recorded_date(folder) if folder else "")
+  today = broadcast_from_first(lambda: datetime.date.today().isoformat())
+  return with_date(config, recorded or today), not recorded
 
 
 def check_training(config: Config) -> None:

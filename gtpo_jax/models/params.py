@@ -92,14 +92,14 @@ def stacked(model: Transformer) -> Transformer:
   return Transformer(dataclasses.replace(model.config, apart=False), model.mesh)
 
 
-def stack_layers(model: Transformer, tree: Any) -> Any:
+def stack_layers(model: Transformer | None, tree: Any) -> Any:
   """Returns parameters of `stacked(model)` from those of `model`; no copy if it is stacked.
 
   Args:
-    model: the architecture.
+    model: the architecture; None for one with stacked layers.
     tree: parameters, some of them, or an optimizer's state, which has trees of such a form.
   """
-  if not model.config.apart:
+  if model is None or not model.config.apart:
     return tree
   places = list(zip(model.config.places, stacked(model).config.places, strict=True))
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from gtpo_jax.algorithms import Algorithm, make
 from gtpo_jax.arrays import Rollouts, Signals
+from gtpo_jax.checkpoint.integrity import mix_bits
 from gtpo_jax.config import Config
 from gtpo_jax.models.lora import partition
 from gtpo_jax.models.params import Params
@@ -114,13 +115,6 @@ def sketch(gradient: Params) -> jax.Array:
     rows = -(-leaf.size // SKETCH)
     flat = jnp.pad(leaf.astype(jnp.float32).ravel(), (0, rows * SKETCH - leaf.size))
     index = jax.lax.iota(jnp.uint32, rows * SKETCH) + jnp.uint32(number * 0x9E3779B9 % 2**32)
-    sign = jnp.where(_mix(index) >> 31, 1.0, -1.0)
+    sign = jnp.where(mix_bits(index) >> 31, 1.0, -1.0)
     total += (flat * sign).reshape(rows, SKETCH).sum(0)
   return total
-
-
-def _mix(x: jax.Array) -> jax.Array:
-  """Returns MurmurHash3's finaliser of u32 numbers, which maps neighbours to distant values."""
-  x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-  x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-  return x ^ (x >> 16)

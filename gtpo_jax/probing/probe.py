@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import io
 import json
 import math
@@ -16,11 +15,11 @@ import jax
 import numpy as np
 from etils import epath
 
-from gtpo_jax.checkpoint.workdir import claim, open_workdir, recorded_date
-from gtpo_jax.config import Config, with_date
+from gtpo_jax.checkpoint.workdir import claim, open_workdir
+from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.logs.display import Display
-from gtpo_jax.loop.prepare import Parts, fit_here, prepare
+from gtpo_jax.loop.prepare import Parts, dated, fit_here, prepare
 from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.models.params import Params
 from gtpo_jax.probing.arms import REFERENCE, SHUFFLED, Arm, parse_arms, sampling_config
@@ -31,7 +30,7 @@ from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies, load_frozen
 from gtpo_jax.rollout.scoring.functions import RewardFunction
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.paths import is_remote, storage_path, write_atomically
+from gtpo_jax.runtime.paths import is_remote, write_atomically
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.runtime.startup import prepare_devices
 from gtpo_jax.training.log_probs import make_scorer
@@ -101,19 +100,14 @@ def probe(
     raise UserError(f"a probe runs in one process, not in {jax.process_count()}")
   display = display or Display()
   inputs = resolve_inputs(config, reward, data, held_out, demonstrations, environment, tools, agent)
-  own = inputs.config
-  if own.data.chat and not own.data.date:
-    recorded = recorded_date(storage_path(workdir)) if workdir else ""
-    own = with_date(own, recorded or datetime.date.today().isoformat())
+  own, _ = dated(inputs.config, workdir)
   compared = parse_arms(arms, own, controls)
   with display.waiting("reading the model and the data", line=False):
     sampled = fit_here(sampling_config(own, compared))
     parts = prepare(dataclasses.replace(inputs, config=sampled), display)
   with (
     contextlib.closing(parts.reward_manager),
-    contextlib.closing(parts.worker.episodes)
-    if parts.worker.episodes
-    else contextlib.nullcontext(),
+    contextlib.closing(parts.worker),
     open_workdir(workdir) as folder,
     claim(folder, own, display.say) as claimed,
   ):

@@ -30,7 +30,7 @@ class McpTools:
     """Connects, and asks for the tools.
 
     Args:
-      servers: commands such as "python server.py", or addresses such as "http://localhost:8000/mcp".
+      servers: commands such as "python server.py", or addresses that begin with http.
       timeout_s: the seconds within which each server must answer.
 
     Raises:
