@@ -86,3 +86,14 @@ def test_a_server_that_does_not_answer_is_refused_in_one_line(server, reason):
   with pytest.raises(UserError, match=r"env\.mcp: the server") as error:
     McpTools([server], 20)
   assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_loss_of_a_server_is_said_and_later_calls_are_errors(capfd):
+  servers = McpTools([SERVER], 60)
+  (process,) = running()
+  process.kill()
+  process.wait(30)
+  tools = Tools(servers.functions)
+  assert all(asyncio.run(run(tools, "add", a=i)).failed for i in range(2))
+  servers.close()
+  assert capfd.readouterr().err.count("gtpo: env.mcp: a call of the server") == 1

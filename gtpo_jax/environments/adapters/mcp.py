@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import shlex
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -46,6 +47,7 @@ class McpTools:
     self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
     self._thread.start()
     self._connections = []
+    self._failed: set[str] = set()
     for server in servers:
       target = server
       if not server.startswith(("http://", "https://")):
@@ -62,7 +64,7 @@ class McpTools:
       if not tools:
         self.close()
         raise UserError(f"env.mcp: the server {server!r} has no tools")
-      self.functions += [self._function(client, tool) for tool in tools]
+      self.functions += [self._function(server, client, tool) for tool in tools]
 
   async def _connection(self, client: Any, connected: concurrent.futures.Future[Any]) -> None:
     """Keeps a connection open until `close`, on the thread of connections."""
@@ -74,10 +76,14 @@ class McpTools:
       if not connected.done():
         connected.set_exception(error)
 
-  def _function(self, client: Any, tool: Any) -> Callable[..., Any]:
+  def _function(self, server: str, client: Any, tool: Any) -> Callable[..., Any]:
     async def call(**arguments: Any) -> str:
       future = self._begin(client.call_tool(tool.name, arguments))
-      result = await asyncio.wrap_future(future)
+      try:
+        result = await asyncio.wrap_future(future)
+      except Exception as error:  # not of the tool, whose errors are results
+        self._say_failed(server, error)
+        raise
       others = [part.type for part in result.content if part.type != "text"]
       text = "\n".join(part.text for part in result.content if part.type == "text")
       if result.is_error:
@@ -96,6 +102,13 @@ class McpTools:
       },
     }
     return call
+
+  def _say_failed(self, server: str, error: Exception) -> None:
+    """Prints that a server does not answer, the first time; the model only reads an error."""
+    if server not in self._failed:
+      self._failed.add(server)
+      reason = first_line(error) or type(error).__name__
+      print(f"gtpo: env.mcp: a call of the server {server!r} failed: {reason}", file=sys.stderr)
 
   def _begin(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
     return asyncio.run_coroutine_threadsafe(work, self._loop)
