@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -154,21 +155,14 @@ def draw_probe(result: Mapping[str, Any]) -> dict[str, Any]:
   heads, *rows = probe_rows(arms)
   first, *others = arms
   with drawing_style("probe"):
-    picture = Figure(figsize=(8.0, 0.75 + TRUTH_ROW_IN * len(others)))
-    height = picture.get_figheight()
-    axes = picture.add_axes((0.34, 0.56 / height, 0.64, 1 - 0.66 / height))
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.axvline(0, color=INK, linewidth=0.8)
+    axes = _row_axes([visible(name) for name in others], 0, below_in=0.56, above_in=0.1)
     for y, name in enumerate(others):
       middle, low, high = arms[name]["difference"]
       color = (PLUS if middle > 0 else MINUS) if low > 0 or high < 0 else INK
       axes.plot([low, high], [y, y], color=color, linewidth=1.2)
       axes.plot(middle, y, "o", color=color, markersize=6)
-    axes.set_yticks(np.arange(len(others)), [visible(name) for name in others])
-    axes.set_ylim(len(others) - 0.4, -0.6)
     axes.set_xlabel(f"cosine with the true gradient, minus that of {visible(first)}")
-    axes.tick_params(axis="y", length=0)
-    svg = inline_svg(picture)
+    svg = inline_svg(axes.figure)
   text = (
     f"Verdict: {result['verdict']}. Measured before training on {result['batches']} batches, with "
     f"{result['reference']} others for the true gradient; 95 % intervals."
@@ -212,29 +206,41 @@ def _measured(algorithm: Algorithm, record: CreditRecord) -> tuple[list[float], 
   return weights, [metrics[key] for key in SCORES]
 
 
+def _row_axes(names: Sequence[str], at: float, below_in: float, above_in: float) -> Axes:
+  """Returns the axes of a figure with a row for each name and a vertical line.
+
+  Args:
+    names: of the rows, from the top.
+    at: where the line is.
+    below_in, above_in: the margins, in inches.
+  """
+  picture = Figure(figsize=(8.0, 0.75 + TRUTH_ROW_IN * len(names)))
+  height = picture.get_figheight()
+  axes = picture.add_axes((0.34, below_in / height, 0.64, 1 - (below_in + above_in) / height))
+  axes.spines[["top", "right", "left"]].set_visible(False)
+  axes.axvline(at, color=INK, linewidth=0.8)
+  axes.set_yticks(np.arange(len(names)), names)
+  axes.set_ylim(len(names) - 0.4, -0.6)
+  axes.tick_params(axis="y", length=0)
+  return axes
+
+
 def _draw_truth(names: Sequence[str], weights: np.ndarray) -> str:
   """Draws one row per algorithm, with W f64[rows, classes] on the x axis, as an SVG element."""
   with drawing_style("credit and truth"):
-    picture = Figure(figsize=(8.0, 0.75 + TRUTH_ROW_IN * len(names)))
-    height = picture.get_figheight()
-    axes = picture.add_axes((0.34, 0.36 / height, 0.64, 1 - 0.72 / height))
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.axvline(1, color=INK, linewidth=0.8)
+    axes = _row_axes(names, 1, below_in=0.36, above_in=0.36)
     y = np.arange(len(names))
     for column, name in enumerate(MARKERS):
       marker, color, filled = MARKERS[name]
       face = color if filled else "none"
       x = weights[:, column]
       axes.plot(x, y, marker, color=color, markerfacecolor=face, markersize=6, label=name)
-    axes.set_yticks(y, names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", color=GRID, linewidth=0.5)
     axes.set_axisbelow(True)
     axes.legend(
       loc="lower left", bbox_to_anchor=(0, 1), ncols=len(MARKERS), frameon=False, borderpad=0
     )
-    return inline_svg(picture)
+    return inline_svg(axes.figure)
 
 
 TURNS_ROW_IN = 0.5  # inches per episode
