@@ -3,6 +3,7 @@
 import jax
 
 from gtpo_jax.config import default_config, freeze
+from gtpo_jax.logs.display import Display
 from gtpo_jax.models import ModelConfig, Transformer, abstract_params, init_params
 from gtpo_jax.models.config import EXPERTS
 from gtpo_jax.models.hf.save import save
@@ -112,3 +113,14 @@ def save_llama(folder, tokenizer):
   params = init_params(model, jax.random.key(5))
   save(model, params, tokenizer, folder)
   return model, params
+
+
+class Listener(Display):
+  """Keeps the messages of a run."""
+
+  def __init__(self):
+    super().__init__(enabled=False)
+    self.said = []
+
+  def say(self, text):
+    self.said.append(text)

@@ -4,12 +4,11 @@ import dataclasses
 import os
 
 import pytest
-from toys import ADDITIONS, config_of, even
+from toys import ADDITIONS, Listener, config_of, even
 
 import gtpo_jax
 from gtpo_jax.config import load, resolve_model, roofline
 from gtpo_jax.config.roofline import expected_seconds
-from gtpo_jax.logs.display import Display
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.runtime.chips import CHIPS, Chip
@@ -79,16 +78,11 @@ def test_on_one_h100(preset, sample, update):
 
 @pytest.mark.slow
 def test_a_run_says_it_and_corrects_it_after_three_steps():
-  said = []
-
-  class Listener(Display):
-    def say(self, text):
-      said.append(text)
-
   changes = {"steps": 4, "batch.prompts": 2, "batch.group": 2, "eval.every": 0, "eval.samples": 1}
   changes |= {"data.max_prompt_tokens": 20, "sampling.max_tokens": 4}
-  listener = Listener(enabled=False)
+  listener = Listener()
   gtpo_jax.train(config_of(**changes), None, listener, lambda: False, reward=even, data=ADDITIONS)
+  said = listener.said
   (first,) = [line for line in said if line.startswith("expected: ")]
   assert " s a step (sampling " in first and "it may be off by a factor of 2" in first
   (after,) = [line for line in said if line.startswith("measured: ")]

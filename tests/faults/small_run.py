@@ -2,12 +2,11 @@
 
 import json
 
-from toys import ADDITIONS, even, lasting
+from toys import ADDITIONS, Listener, even, lasting
 
 import gtpo_jax
 from gtpo_jax.config import freeze
 from gtpo_jax.logs.credit import credit_files, read_credit
-from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 
 STEPS = 6
@@ -22,17 +21,6 @@ CONFIG = {
   "log": {"samples": 2, "credit_every": 2},
   "optimizer": {"learning_rate": 1e-3},
 }
-
-
-class Listener(Display):
-  """Keeps the messages of a run."""
-
-  def __init__(self):
-    super().__init__(enabled=False)
-    self.said = []
-
-  def say(self, text):
-    self.said.append(text)
 
 
 def train(workdir, **changes):

@@ -4,13 +4,12 @@ import datetime
 import json
 
 import pytest
-from toys import ADDITIONS, config_of, even, save_llama
+from toys import ADDITIONS, Listener, config_of, even, save_llama
 
 import gtpo_jax
 from gtpo_jax.checkpoint.workdir import load_config
 from gtpo_jax.config import freeze
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.logs.display import Display
 from gtpo_jax.rollout.policies import ServingLimits, find_policy, find_served
 from gtpo_jax.runtime.errors import UserError
 
@@ -18,15 +17,6 @@ TEMPLATE = (
   "{{ strftime_now('%d %b %Y') }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
   "{% if add_generation_prompt %}:{% endif %}"
 )
-
-
-class Listener(Display):
-  def __init__(self):
-    super().__init__(enabled=False)
-    self.said = []
-
-  def say(self, text):
-    self.said.append(text)
 
 
 @pytest.fixture
