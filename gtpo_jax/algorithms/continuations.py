@@ -41,7 +41,7 @@ class LineContinuations(NoContinuations):
 
     Args:
       log_probs: f32[m], nats, at the sampling temperature.
-      pieces: m texts, of which each token adds one.
+      pieces: m texts, one for each token.
     """
     ends = ["\n" in piece for piece in pieces]
     return [
