@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
@@ -52,11 +53,13 @@ class Busy:
     self.left = times
     self.status = status
     self.headers = headers or {}
+    self.asked = []  # the time of each request, s
     self.served = []  # the paths of answered requests for files
     self._lock = threading.Lock()
 
   def refuses(self):
     with self._lock:
+      self.asked.append(time.monotonic())
       self.left -= 1
       return self.left >= 0
 
