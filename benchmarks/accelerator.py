@@ -1,6 +1,6 @@
 """Measures decoding, the update and a whole step on this machine's accelerators, against floors.
 
-    python benchmarks/accelerator.py [--presets qwen2.5-0.5b,qwen2.5-1.5b,qwen2.5-7b] \\
+    python benchmarks/accelerator.py [--presets qwen2.5-0.5b,qwen2.5-1.5b] \\
       [--prompts 16] [--group 16] [--prompt_tokens 512] [--tokens 1024] \\
       [--set model.remat=none] [--json FILE]
 
@@ -9,12 +9,25 @@ device's data sheet allows (`gtpo_jax/runtime/chips.py`; `--flops` and `--bandwi
 decoding reads all weights and all cached keys and values for every token, or computes the matrix
 products if that takes longer; an update computes its model FLOP. A model whose parameters, gradient
 and moments do not fit in float32 is trained in bfloat16. `--set` changes any setting of the run.
+
+    python benchmarks/accelerator.py --card FOLDER [--base qwen3-8b] [--quantize int4]
+
+does, within eight minutes, what one wants to know of a card that is lent: the floors of 0.5B and
+1.5B, `configs/tiny.py` killed, resumed and compared bit for bit with an undisturbed run, and three
+steps of adapters on a large frozen base. FOLDER/table.md is written after each part. Each part is a
+process of its own, because a process keeps the device's memory; one that exceeds its time is ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,9 +151,128 @@ def measure(preset: str, args: argparse.Namespace, chip: Chip) -> dict[str, Any]
   return result
 
 
+CARD_S = 480  # for all parts of `--card`
+TIMES = ("time/", "env/seconds", "env/idle_share")  # metrics that no two runs share
+
+
+def train(workdir: Path, *settings: str) -> list[str]:
+  """Returns the command of a run of `configs/tiny.py`, with settings "a.b=value"."""
+  options = [f"--config.{setting}" for setting in settings]
+  command = [sys.executable, "-m", "gtpo_jax", "train", "--config=configs/tiny.py"]
+  return [*command, f"--workdir={workdir}", *options]
+
+
+def read_steps(workdir: Path) -> list[dict[str, float]]:
+  """Returns the metrics of a run's steps."""
+  rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+  return [row for row in rows if "time/step" in row]
+
+
+def killed_run(folder: Path, limit_s: Callable[[], float]) -> list[tuple[str, str]]:
+  """Compares a run that is killed after step 5 and resumed with an undisturbed one.
+
+  Returns:
+    Rows (what, result) of the table.
+  """
+  settings = ["steps=10", "checkpoint.every=5", "eval.every=0"]
+  began = time.perf_counter()
+  with (folder / "tiny.log").open("w") as log:
+    streams = {"stdout": log, "stderr": log}
+    subprocess.run(train(folder / "whole", *settings), check=True, timeout=limit_s(), **streams)
+    seconds = time.perf_counter() - began
+    command = train(folder / "killed", *settings)
+    process = subprocess.Popen(command, **streams)
+    while process.poll() is None and not (folder / "killed/checkpoints/5").is_dir():
+      time.sleep(0.01)
+      if limit_s() < 0:
+        break
+    process.kill()
+    process.wait()
+    subprocess.run(command, check=True, timeout=limit_s(), **streams)
+  whole, resumed = (
+    [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_steps(folder / name)]
+    for name in ("whole", "killed")
+  )
+  step_s = float(np.median([row["time/step"] for row in read_steps(folder / "whole")][1:]))
+  differ = sorted({k for a, b in zip(whole, resumed, strict=True) for k in a if a[k] != b.get(k)})
+  result = f"{', '.join(differ)} differ" if differ else f"all {len(whole[-1])} metrics equal"
+  return [
+    ("`configs/tiny.py`, 10 steps with its warm start", f"{seconds:.0f} s, {step_s:.2f} s a step"),
+    ("the same killed after step 5 and resumed, steps 1 to 10", result),
+  ]
+
+
+def large_base(
+  folder: Path, preset: str, quantize: str, limit_s: Callable[[], float]
+) -> list[tuple[str, str]]:
+  """Trains adapters on a large base with random weights for three steps.
+
+  Returns:
+    Rows (what, result) of the table.
+  """
+  settings = ["steps=3", "warm_start.steps=0", "eval.every=0", "model.random_weights=True"]
+  settings += [f"model.preset={preset}", f"model.quantize={quantize}", "model.lora_rank=16"]
+  settings += ["model.param_dtype=bfloat16", "data.max_prompt_tokens=256"]
+  settings += ["sampling.max_tokens=512", "batch.prompts=8", "batch.group=8"]
+  with (folder / "base.log").open("w") as log:
+    command = train(folder / "base", *settings)
+    subprocess.run(command, check=True, timeout=limit_s(), stdout=log, stderr=log)
+  steps = [row["time/step"] for row in read_steps(folder / "base")]
+  what = f"`{preset}` {quantize}, adapters of rank 16, 8 x 8 completions of up to 512 tokens"
+  return [(what, f"steps of {', '.join(f'{s:.1f}' for s in steps)} s")]
+
+
+def measure_card(folder: Path, args: argparse.Namespace) -> None:
+  """Measures a card in `CARD_S` seconds; writes folder/table.md."""
+  folder.mkdir(parents=True)
+  ends = time.monotonic() + CARD_S
+
+  def limit_s() -> float:
+    return ends - time.monotonic()
+
+  def floors() -> list[tuple[str, str]]:
+    options = ["--presets", args.presets, "--parts", "sample,update", "--repeats", "2"]
+    options += ["--json", str(folder / "floors.json")]
+    for name in ("flops", "bandwidth", "prompts", "group", "prompt_tokens", "tokens"):
+      if getattr(args, name) is not None:
+        options += [f"--{name}", str(getattr(args, name))]
+    command = [sys.executable, __file__, *options]
+    with (folder / "floors.log").open("w") as log:
+      subprocess.run(command, check=True, timeout=limit_s() / 2, stdout=log, stderr=log)
+    rows = []
+    result = json.loads((folder / "floors.json").read_text())
+    about.append(f"{result['devices']} x {result['device']}, jax {result['jax']}")
+    for row in result["rows"]:
+      sampled = f"{row['sample_tokens_per_s']:,.0f} tokens a second, {row['sample_share']:.0%}"
+      rows.append((f"{row['preset']}, sampling, {row['slots']} slots", f"{sampled} of the floor"))
+      updated = f"{row['update_s']:.2f} s, {row['update_share']:.0%} of the floor"
+      peak = f", peak {row['peak_bytes'] / 2**30:.1f} GiB" if row["peak_bytes"] else ""
+      parts = f"remat={row['remat']}, {row['micro_batches']} micro-batches"
+      rows.append((f"{row['preset']}, update, {parts}", updated + peak))
+    return rows
+
+  about: list[str] = []
+  table: list[tuple[str, str]] = []
+  parts = {
+    "floors": floors,
+    "tiny": lambda: killed_run(folder, limit_s),
+    "base": lambda: large_base(folder, args.base, args.quantize, limit_s),
+  }
+  for name, part in parts.items():
+    try:
+      table += part()
+    except (subprocess.SubprocessError, OSError) as error:
+      reason = "out of time" if isinstance(error, subprocess.TimeoutExpired) else "failed"
+      table.append((name, f"{reason}, see {name}.log"))
+    lines = [f"{', '.join([time.strftime('%Y-%m-%d'), *about])}", "", "| | measured |", "|---|---|"]
+    lines += [f"| {what} | {result} |" for what, result in table]
+    (folder / "table.md").write_text("\n".join(lines) + "\n")
+  print((folder / "table.md").read_text())
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--presets", default="qwen2.5-0.5b,qwen2.5-1.5b,qwen2.5-7b")
+  parser.add_argument("--presets", default="qwen2.5-0.5b,qwen2.5-1.5b")
   sizes = {"prompts": 16, "group": 16, "prompt_tokens": 512, "tokens": 1024, "repeats": 5}
   for name, default in sizes.items():
     parser.add_argument(f"--{name}", type=int, default=default)
@@ -149,7 +281,13 @@ def main() -> None:
   parser.add_argument("--flops", type=float, help="FLOP/s of a device, instead of its data sheet's")
   parser.add_argument("--bandwidth", type=float, help="bytes/s of a device's memory")
   parser.add_argument("--json")
+  parser.add_argument("--card", type=Path, metavar="FOLDER", help="measure a lent card")
+  parser.add_argument("--base", default="qwen3-8b", help="with --card: preset of a frozen base")
+  parser.add_argument("--quantize", default="int4", help="with --card: format of that base")
   args = parser.parse_args()
+  if args.card:  # before this process takes the device's memory
+    measure_card(args.card, args)
+    return
   device = jax.devices()[0]
   chip = chip_of(device) or Chip(memory_of(device) or 0)
   chip = dataclasses.replace(

@@ -15,4 +15,5 @@ def get_config():
   config.model.preset = "qwen2.5-7b"
   config.model.param_dtype = "float16"
   config.model.quantize = "int4"
+  config.batch.micro_batches = 8
   return config

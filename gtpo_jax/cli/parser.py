@@ -232,6 +232,13 @@ def _add_tinker(parser: _Parser) -> None:
     help="sets of weights that are kept ready for sampling (default: 2)",
   )
   parser.add_argument(
+    "--merge_adapters",
+    choices=("auto", "always", "never"),
+    default="auto",
+    help="always: sample from copies of the base with adapters merged; never: compute adapters "
+    "beside one base (default: auto, by the memory)",
+  )
+  parser.add_argument(
     "--seed", type=int, default=0, help="seed of requests that have none (default: 0)"
   )
 

@@ -11,10 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+
 from gtpo_jax.cli.export import base_model
 from gtpo_jax.cli.serve import model_name, open_address, run_server
+from gtpo_jax.models.decode import params_bytes
+from gtpo_jax.models.params import abstract_params
 from gtpo_jax.rollout.policies import ServingLimits, find_served
+from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.chips import usable_memory
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import bytes_per_device
+from gtpo_jax.sampling.settings import AUTO
 from gtpo_jax.serving.generator import Generator
 from gtpo_jax.serving.http import is_loopback, make_server
 from gtpo_jax.tinker.app import TinkerApp
@@ -46,6 +54,9 @@ class TinkerOptions(NamedTuple):
     policies: how many sets of weights are kept ready for sampling.
     seed: of requests that have none.
     limits: what is sampled at once, and how; batch-invariant, a run repeats bit for bit.
+    merge_adapters: "always" to sample from copies of the base with adapters merged, "never" to
+      compute adapters beside the one base that is trained on, "auto" for the latter if the copies
+      would take more than half of the memory that the base leaves.
   """
 
   model: Path
@@ -59,6 +70,7 @@ class TinkerOptions(NamedTuple):
   policies: int = 2
   seed: int = 0
   limits: ServingLimits = ServingLimits()
+  merge_adapters: str = AUTO
 
 
 class OpenedTinker:
@@ -80,7 +92,15 @@ class OpenedTinker:
     Raises:
       UserError: there is no such model, or the workdir belongs to another one.
     """
-    worker, _, read = find_served(options.model, None, options.limits)
+    limits = options.limits
+    if options.merge_adapters == "never":
+      if not options.max_rank:
+        raise UserError("--merge_adapters=never needs adapters; raise --max_rank")
+      limits = limits._replace(adapters=options.max_rank)
+    worker, _, read = find_served(options.model, None, limits)
+    if options.merge_adapters == AUTO and _is_short(worker, options.policies):
+      limits = limits._replace(adapters=options.max_rank)
+      worker, _, read = find_served(options.model, None, limits)
     if worker.model_folder is None:
       raise UserError(f"{str(options.model)!r} is the workdir of a run; export it first")
     source = base_model(str(options.model))
@@ -127,6 +147,15 @@ class OpenedTinker:
     self._ledger.close_file()
 
 
+def _is_short(worker: RolloutWorker, policies: int) -> bool:
+  """Whether copies of the base for policies take over half of the memory that the base leaves."""
+  devices = jax.local_devices()
+  memory = usable_memory(devices[0], len(devices))
+  copied = params_bytes(worker.engine.programs.model, worker.model).copied
+  base = bytes_per_device(abstract_params(worker.model))
+  return memory is not None and 2 * policies * copied > memory - base
+
+
 def _identity(folder: Path, known: Path) -> str:
   """Returns a digest of a model's config and weights; `known` has it while no file has changed."""
   files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
@@ -160,8 +189,9 @@ def serve(options: TinkerOptions, say: Callable[[str], None]) -> None:
   needed = f"{KEY_VARIABLE} to a secret, which clients set as TINKER_API_KEY"
   with open_address(options.host, options.port, secret, needed) as (listener, address):
     opened = OpenedTinker(options, secret)
-    dtype = opened.base.worker.model.config.compute_dtype
-    say(f"computing in {dtype}; tested with the client tinker {CLIENT_VERSION}")
+    c = opened.base.worker.model.config
+    copies = f"adapters to rank {c.lora.rank} beside one base" if c.apart else "merged adapters"
+    say(f"computing in {c.compute_dtype}, with {copies}; tested with tinker {CLIENT_VERSION}")
     say(f"base_model={opened.base.name!r} at TINKER_BASE_URL=http://{address} (Ctrl-C stops)")
     asyncio.run(run_server(make_server(opened.app), listener))
     opened.close()

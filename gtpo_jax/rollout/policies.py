@@ -116,6 +116,10 @@ def find_policy(
   )
   if is_hf_folder(folder):
     config = config or _config_of_folder(folder, max_tokens)
+    if not serves:
+      config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, lora_rank=0, quantize="")
+      )
     return _policy_of_folder(folder, step, override(config, overrides), make)
   return _policy_of_run(folder, step, config, overrides, make)
 
@@ -138,7 +142,7 @@ def _policy_of_folder(
 ) -> PolicySource:
   if step is not None:
     raise UserError(f"{str(folder)!r} is a Hugging Face folder and has no steps; leave --step out")
-  model = dataclasses.replace(config.model, path=str(folder), lora_rank=0, quantize="")
+  model = dataclasses.replace(config.model, path=str(folder))
   config = dataclasses.replace(config, model=model)
   worker = make(config)
   return PolicySource(worker, config, lambda: (read_params(worker.model, folder), 0))
@@ -203,6 +207,8 @@ class ServingLimits(NamedTuple):
     compute_dtype: the format of activations; None for the run's own, or the platform's.
     slots: the completions that run at once; 0 for 32 on a CPU and the engine's default elsewhere.
     batch_invariant: see `EngineConfig`.
+    adapters: the rank of adapters that policies have beside one base; 0 for policies that are
+      weights of their own.
   """
 
   max_prompt_tokens: int | None = None
@@ -210,6 +216,7 @@ class ServingLimits(NamedTuple):
   compute_dtype: str | None = None
   slots: int = 0
   batch_invariant: bool = False
+  adapters: int = 0
 
 
 def find_served(workdir: Path, step: int | None, limits: ServingLimits) -> PolicySource:
@@ -264,6 +271,10 @@ def _serving_config(config: Config, limits: ServingLimits, context: int) -> Conf
   model = dataclasses.replace(
     config.model, compute_dtype=limits.compute_dtype or config.model.compute_dtype
   )
+  if limits.adapters:
+    rank = limits.adapters
+    model = dataclasses.replace(model, lora_rank=rank, lora_alpha=float(rank), base_layout="apart")
+    sampling = dataclasses.replace(sampling, merge_adapters="never")
   data = dataclasses.replace(config.data, max_prompt_tokens=prompt)
   # Clients run the tools and environments that they want.
   return dataclasses.replace(config, model=model, sampling=sampling, data=data, env=EnvSection())

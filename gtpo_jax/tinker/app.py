@@ -228,6 +228,12 @@ class TinkerApp:
     rank = lora.rank if lora else 0
     if rank > self._max_rank:
       raise bad(f"rank {rank} is over this server's limit of {self._max_rank}; lower it", "rank")
+    if not rank and self._base.worker.model.config.lora.rank:
+      raise bad(
+        "rank 0 trains all weights, of which this server keeps one copy: set a rank, or start it "
+        "with --merge_adapters=always",
+        "rank",
+      )
     if rank and not (lora.train_mlp or lora.train_attn):
       raise bad("adapters of the head alone are not supported; set train_attn or train_mlp")
     if lora and not rank and not (lora.train_mlp and lora.train_attn):

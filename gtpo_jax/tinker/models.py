@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gtpo_jax.models.config import Lora
 from gtpo_jax.models.decode import DecodeParams
@@ -19,7 +21,7 @@ from gtpo_jax.models.hf.folder import atomic_folder
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.hf.save import save, save_adapter, write_files
 from gtpo_jax.models.lora import add_lora, combine, merge_lora, partition
-from gtpo_jax.models.params import Params, abstract_params
+from gtpo_jax.models.params import Params, abstract_params, stack_layers, stacked, unstack_layers
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
@@ -83,10 +85,20 @@ class ServedBase(NamedTuple):
     """Returns a policy for the engine: with trained weights, or the base itself.
 
     Raises:
-      ApiError: the trained weights are too large to be added to the base's.
+      ApiError: the trained weights are too large to be added to the base's, or have a rank that
+        this server does not sample with.
     """
+    model = self.worker.model
     params = self.params
-    if trained is not None:
+    if most := model.config.lora.rank:
+      if trained and not 0 < spec.rank <= most:
+        raise bad(
+          f"this server samples with adapters of ranks 1 to {most} beside one base, and these "
+          f"weights have rank {spec.rank}; start it with --merge_adapters=always"
+        )
+      adapters = _fill(self.model(spec), model)(trained) if trained else _empty(model)()
+      params = combine(adapters, params)
+    elif trained is not None:
       params = trained
       if spec.rank:
         params = _merge(self.model(spec))(combine(trained, self.params))
@@ -104,7 +116,7 @@ class ServedBase(NamedTuple):
     arrays = saved.arrays()
     try:
       if any(name.startswith("params/") for name in arrays):
-        found = tree_of(arrays, "params", partition(model, abstract_params(model))[0])
+        found = unstack_layers(model, tree_of(arrays, "params", _trained(stacked(model))))
       else:
         found = read_params(model, saved.folder)
     except (KeyError, ValueError, UserError):
@@ -112,6 +124,35 @@ class ServedBase(NamedTuple):
     if not all_finite(found):
       raise bad(f"{saved.path} has weights that are not finite; load others")
     return found
+
+
+def _trained(model: Transformer) -> Params:
+  return partition(model, abstract_params(model))[0]
+
+
+@functools.lru_cache(maxsize=1)
+def _empty(model: Transformer) -> Any:
+  """Returns a program that makes adapters of `model` that are 0."""
+  zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _trained(model))
+  return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, _trained(model)))
+
+
+@functools.lru_cache(maxsize=16)
+def _fill(given: Transformer, model: Transformer) -> Any:
+  """Returns a program that fills adapters of `given` with zeros, to the rank of `model`."""
+  scale = given.config.lora.scale / model.config.lora.scale
+  wanted = flatten_dict(_trained(model))
+
+  def fill(adapters: Params) -> Params:
+    flat = flatten_dict(adapters)
+    filled = {}
+    for path, like in wanted.items():
+      x = flat.get(path, jnp.zeros((0,) * len(like.shape), like.dtype))
+      x = jnp.pad(x, [(0, new - old) for new, old in zip(like.shape, x.shape, strict=True)])
+      filled[path] = x * scale if path[-1] == "lora_b" else x
+    return unflatten_dict(filled)
+
+  return jax.jit(fill, out_shardings=jax.tree.map(lambda x: x.sharding, _trained(model)))
 
 
 @functools.lru_cache(maxsize=16)
@@ -161,12 +202,12 @@ class TrainedModel:
     arrays = saved.arrays()
     if not any(name.startswith("optimizer/") for name in arrays):
       raise bad(f"{saved.path} has no optimizer state; load it without")
-    trained, state = self._programs.abstract
-    opt_state = tree_of(arrays, "optimizer", state)
+    trained, state = make_programs(stacked(self._model)).abstract
+    opt_state = unstack_layers(self._model, tree_of(arrays, "optimizer", state))
     if not any(name.startswith("gradient/") for name in arrays):
       return opt_state, None
     in_float32 = jax.tree.map(lambda x: x.update(dtype=np.float32), trained)
-    return opt_state, tree_of(arrays, "gradient", in_float32)
+    return opt_state, unstack_layers(self._model, tree_of(arrays, "gradient", in_float32))
 
   def run(
     self, data: Sequence[Datum], loss: Loss, forward_only: bool
@@ -250,6 +291,7 @@ class TrainedModel:
       trees["optimizer"] = self._opt_state
       if self._grads is not None:
         trees["gradient"] = self._grads
+    trees = {name: stack_layers(self._model, tree) for name, tree in trees.items()}
     note = About(**about, spec=self.spec, created=time.time()).model_dump_json(indent=2)
     files = {ABOUT: note + "\n", ARRAYS: arrays_of(**trees)}
     params = combine(self._trained, self._frozen)
