@@ -254,6 +254,9 @@ def run_programs(args: argparse.Namespace) -> RunPrograms:
     "warm_start.steps": 0,
     "steps": args.steps,
   }
+  if args.merge_adapters:
+    values |= {"model.lora_rank": 16, "sampling.merge_adapters": args.merge_adapters}
+    values |= {"model.param_dtype": "bfloat16", "model.base_layout": "apart"}
   with config.unlocked():
     config.update_from_flattened_dict(values)
   config = freeze(config)
@@ -289,6 +292,8 @@ def parse() -> argparse.Namespace:
   parser.add_argument("--topology", default="h100:1")
   parser.add_argument("--remat", default="auto")
   parser.add_argument("--micro_batches", default="auto", help="a number, or auto")
+  merges = ("always", "never")
+  parser.add_argument("--merge_adapters", choices=merges, help="with adapters of rank 16")
   sizes = {"slots": 256, "prompts": 16, "group": 16, "prompt_tokens": 512, "tokens": 1024}
   for name, default in {**sizes, "steps": 1000}.items():
     parser.add_argument(f"--{name}", type=int, default=default)

@@ -244,9 +244,6 @@ def _attribute(server: str, key: str, found: bool) -> str | None:
     server: host, or host:port.
     key: its name below `instance/attributes`.
     found: whether the server has answered before.
-
-  Raises:
-    RunError: the server fails again and again.
   """
   request = urllib.request.Request(
     f"http://{server}/computeMetadata/v1/instance/attributes/{key}",
