@@ -197,7 +197,7 @@ def killed_run(folder: Path, limit_s: Callable[[], float]) -> list[tuple[str, st
   differ = sorted({k for a, b in zip(whole, resumed, strict=True) for k in a if a[k] != b.get(k)})
   result = f"{', '.join(differ)} differ" if differ else f"all {len(whole[-1])} metrics equal"
   return [
-    ("`configs/tiny.py`, 10 steps after a warm start of 100", f"{seconds:.0f} s, {step_s:.2f} s a step"),
+    ("`configs/tiny.py`, 10 steps, 100 of warm start", f"{seconds:.0f} s, {step_s:.2f} s a step"),
     ("the same killed after step 5 and resumed, steps 1 to 10", result),
   ]
 
