@@ -45,7 +45,7 @@ class Failure(Exception):
     self.after_s = after_s
 
 
-def read_completion(data: bytes) -> tuple[str, int, bool]:
+def read_completion(data: str) -> tuple[str, int, bool]:
   """Returns the text of a chat completion, its tokens, and whether it was cut off.
 
   Raises:
