@@ -6,6 +6,7 @@ import asyncio
 import collections
 import concurrent.futures
 import hashlib
+import io
 import json
 import re
 import sys
@@ -15,13 +16,13 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gtpo_jax.rewards.judge.grade_cache import FILE_NAME, GradeCache
 from gtpo_jax.rewards.judge.judge_settings import KEY_VARIABLE, JudgeSettings, parse_scale
 from gtpo_jax.rewards.judge.replies import Failure, Reply
 from gtpo_jax.runtime.errors import JudgeError, UserError
 from gtpo_jax.runtime.event_loop import EventLoop
 from gtpo_jax.runtime.installing import require_package
 
+FILE_NAME = "judge.jsonl"
 PROBE = "Reply with the word ready."  # the message with which a run checks the endpoint
 PROBE_RETRIES = 2
 GIVE_UP = 4  # times the concurrency: so many completions in a row without a reply end the run
@@ -184,7 +185,8 @@ class Judge:
       self._client.fields(render(settings.template, texts, question))
       for question in settings.questions
     ]
-    keys = [_digest(json.dumps(fields), settings.pattern, settings.scale) for fields in asks]
+    parts = [(json.dumps(fields), settings.pattern, settings.scale) for fields in asks]
+    keys = [hashlib.sha256(json.dumps(part).encode()).hexdigest()[:32] for part in parts]
     rewards = [self._cache.get(key) for key in keys]
     asked = [i for i, reward in enumerate(rewards) if reward is None]
     self._count(cached=len(rewards) - len(asked))
@@ -257,9 +259,72 @@ class Judge:
       self._seconds += seconds
 
 
-def _digest(*parts: str) -> str:
-  """Returns a name for some texts: grades with equal names are the same."""
-  return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+class GradeCache:
+  """The grades that a judge has given, on disk, so that no request is made twice.
+
+  They are rewards by the digest of what they depend on.
+  Until `open` is called, they are only in memory. Each entry is a line that is written at once, so
+  a program that is killed loses none, and two programs may append to the same file.
+  """
+
+  def __init__(self):
+    self._rewards: dict[str, float] = {}
+    self._file: io.FileIO | None = None
+
+  def open(self, path: Path) -> None:
+    """Reads the entries of a file, except damaged ones, and appends further ones to it.
+
+    If the file cannot be written, grades are only in memory, and a message says so.
+    """
+    line = b"\n"
+    try:
+      if path.exists():
+        with path.open("rb") as lines:
+          for line in lines:
+            self._read(line)
+      self._file = path.open("ab", buffering=0)
+      if not line.endswith(b"\n"):  # torn by a full disk
+        self._file.write(b"\n")
+    except OSError as error:
+      self._give_up(error)
+
+  def _read(self, line: bytes) -> None:
+    try:
+      row = json.loads(line)
+      if 0 <= row["reward"] <= 1:
+        self._rewards[row["key"]] = float(row["reward"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+      pass
+
+  def get(self, key: str) -> float | None:
+    """Returns the reward under a key, or None."""
+    return self._rewards.get(key)
+
+  def put(self, key: str, reward: float, **details: Any) -> None:
+    """Keeps a reward, and writes it with `details` for people who read the file."""
+    self._rewards[key] = reward
+    if self._file:
+      line = json.dumps({"key": key, "reward": reward, **details}).encode() + b"\n"
+      try:
+        if self._file.write(line) < len(line):
+          raise OSError("the disk is full")
+      except OSError as error:
+        self._give_up(error)
+
+  def close(self) -> None:
+    """Closes the file."""
+    if self._file:
+      self._file.close()
+    self._file = None
+
+  def _give_up(self, error: OSError) -> None:
+    self.close()
+    print(
+      f"gtpo: grades cannot be written to {FILE_NAME} ({error}); a resumed run will ask the judge "
+      "for them again",
+      file=sys.stderr,
+      flush=True,
+    )
 
 
 def render(template: str, texts: Texts, question: str) -> str:
