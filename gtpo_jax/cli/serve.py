@@ -26,25 +26,15 @@ TOKEN_VARIABLE = "GTPO_SERVE_TOKEN"
 
 
 class ServeOptions(NamedTuple):
-  """What is served, and where.
+  """What is served, and where."""
 
-  Attributes:
-    model: the workdir of a run, a Hugging Face folder, or a hub id.
-    step: the checkpoint of a run; None for the newest, 0 for the base model.
-    host: the address.
-    port: 0 for a free one.
-    name: what clients call the model; "" for the name of its folder.
-    queue: the completions that may wait.
-    limits: what is computed at once, and how.
-  """
-
-  model: Path
-  step: int | None = None
-  host: str = "127.0.0.1"
-  port: int = 8000
-  name: str = ""
-  queue: int = 1024
-  limits: ServingLimits = ServingLimits()
+  model: Path  # the workdir of a run, a Hugging Face folder, or a hub id
+  step: int | None = None  # the checkpoint of a run; None for the newest, 0 for the base model
+  host: str = "127.0.0.1"  # the address
+  port: int = 8000  # 0 for a free one
+  name: str = ""  # what clients call the model; "" for the name of its folder
+  queue: int = 1024  # the completions that may wait
+  limits: ServingLimits = ServingLimits()  # what is computed at once, and how
 
 
 class Opened(NamedTuple):

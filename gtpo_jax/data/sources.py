@@ -44,25 +44,16 @@ HELD_OUT_FRACTION = 10  # one problem in ten is evaluated if no others are named
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-  """The problems of a source.
+  """The problems of a source."""
 
-  Attributes:
-    problems: in the order of the source, without duplicates.
-    rows: number of rows read.
-    duplicates: number of rows dropped because an earlier row is the same problem.
-    bad: the skipped rows, each as its location and the reason.
-    note: how the verifier was chosen for rows that name none; "" if that is not worth a line.
-    unread: the columns that only a function of the user could read.
-    columns: all columns.
-  """
-
-  problems: tuple[Problem, ...]
-  rows: int
-  duplicates: int
-  bad: tuple[str, ...]
+  problems: tuple[Problem, ...]  # in the order of the source, without duplicates
+  rows: int  # number of rows read
+  duplicates: int  # number of rows dropped because an earlier row is the same problem
+  bad: tuple[str, ...]  # the skipped rows, each as its location and the reason
+  # how the verifier was chosen for rows that name none; "" if that is not worth a line
   note: str = ""
-  unread: tuple[str, ...] = ()
-  columns: tuple[str, ...] = ()
+  unread: tuple[str, ...] = ()  # the columns that only a function of the user could read
+  columns: tuple[str, ...] = ()  # all columns
 
   def summary(self, name: str) -> str:
     """Returns a one-line summary for the user."""

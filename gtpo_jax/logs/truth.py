@@ -53,35 +53,24 @@ def of_class(codes: np.ndarray, name: str) -> np.ndarray:
 
 
 class Segments(NamedTuple):
-  """What the segments of a group's completions gain in value, measured by continuations.
+  """What the segments of a group's completions gain in value, measured by continuations."""
 
-  Attributes:
-    group: the index of the group in its batch.
-    number: i32[g, t], the number of the segment of each token, from 0; -1 on others.
-    gain: f32[g, t], the value after its segment minus the value before it; NaN if unknown.
-    error: the mean standard error of the values.
-    tokens: the tokens that were drawn.
-  """
-
-  group: int
-  number: np.ndarray
+  group: int  # the index of the group in its batch
+  number: np.ndarray  # i32[g, t], the number of the segment of each token, from 0; -1 on others
+  # f32[g, t], the value after its segment minus the value before it; NaN if unknown
   gain: np.ndarray
-  error: float
-  tokens: int
+  error: float  # the mean standard error of the values
+  tokens: int  # the tokens that were drawn
 
 
 class BatchTruth(NamedTuple):
-  """The truth of a batch, on the host.
+  """The truth of a batch, on the host."""
 
-  Attributes:
-    tokens: u8[n, g, t], the tokens' codes; None if no problem of the batch knows them.
-    turns: f32[n, g, t] by player, the true advantages of turns; only the players for whom some are
-      known.
-    segments: what segments of one group gain in value; None if that was not measured.
-  """
-
+  # u8[n, g, t], the tokens' codes; None if no problem of the batch knows them
   tokens: np.ndarray | None
+  # f32[n, g, t] by player, the true advantages of turns; only the players for whom some are known
   turns: Mapping[str, np.ndarray]
+  # what segments of one group gain in value; None if that was not measured
   segments: Segments | None = None
 
 

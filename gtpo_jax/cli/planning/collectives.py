@@ -28,16 +28,11 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+?)(\d*)(?:e\w+)?\[([\d,]*)\]")
 
 
 class Collective(NamedTuple):
-  """The bytes that one collective of a program sends in all its iterations.
+  """The bytes that one collective of a program sends in all its iterations."""
 
-  Attributes:
-    kind: for example "all-gather".
-    sent: bytes that one device sends.
-    group: indices of the devices that take part together with the first one; () if unknown.
-  """
-
-  kind: str
-  sent: float
+  kind: str  # for example "all-gather"
+  sent: float  # bytes that one device sends
+  # indices of the devices that take part together with the first one; () if unknown
   group: tuple[int, ...]
 
 

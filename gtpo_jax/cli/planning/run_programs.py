@@ -44,20 +44,13 @@ from gtpo_jax.training.state import abstract_state, make_optimizer
 
 
 class CompiledProgram(NamedTuple):
-  """The largest program of one kind, compiled.
+  """The largest program of one kind, compiled."""
 
-  Attributes:
-    name: for example "update" or "evaluation: decode".
-    peak: bytes on one device while it runs, including everything else that is in memory then.
-    count: the number of programs of this kind, for other shapes, that a run may compile.
-    seconds: the time it took to compile.
-    executable: the program; None if the compiler ran out of device memory.
-  """
-
-  name: str
-  peak: int
-  count: int
-  seconds: float
+  name: str  # for example "update" or "evaluation: decode"
+  peak: int  # bytes on one device while it runs, including everything else that is in memory then
+  count: int  # the number of programs of this kind, for other shapes, that a run may compile
+  seconds: float  # the time it took to compile
+  # the program; None if the compiler ran out of device memory
   executable: jax.stages.Compiled | None
 
 

@@ -32,19 +32,12 @@ IMPERFECT_OVERLAP = 0.25  # the part of sending that computing does not hide
 
 
 class Candidate(NamedTuple):
-  """Overrides for a run, and estimates of their costs.
+  """Overrides for a run, and estimates of their costs."""
 
-  Attributes:
-    override: config values by dotted name.
-    update: bytes of the update on one device.
-    sampling: the fewest bytes of sampling on one device.
-    seconds: of a step.
-  """
-
-  override: dict[str, Any]
-  update: float
-  sampling: float
-  seconds: float
+  override: dict[str, Any]  # config values by dotted name
+  update: float  # bytes of the update on one device
+  sampling: float  # the fewest bytes of sampling on one device
+  seconds: float  # of a step
 
 
 class Search:

@@ -46,19 +46,12 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-  """One instruction of a problem.
+  """One instruction of a problem."""
 
-  Attributes:
-    name: its kind, a key of `rewards.constraints.instructions.INSTRUCTIONS`.
-    arguments: of the kind.
-    sentence: the instruction as the prompt states it.
-    follow: changes a draft so that it follows the instruction.
-  """
-
-  name: str
-  arguments: dict[str, Any]
-  sentence: str
-  follow: Callable[[Draft], None]
+  name: str  # its kind, a key of `rewards.constraints.instructions.INSTRUCTIONS`
+  arguments: dict[str, Any]  # of the kind
+  sentence: str  # the instruction as the prompt states it
+  follow: Callable[[Draft], None]  # changes a draft so that it follows the instruction
 
 
 def _setting(**values: Any) -> Callable[[Draft], None]:
