@@ -172,19 +172,17 @@ def pack(columns: Sequence[np.ndarray]) -> str:
   bytes of all 32-bit words are then grouped by significance, which compresses better, and encoded
   by gzip and base64.
   """
-  words = np.stack(
-    [
-      _rounded_bits(column) if column.dtype == np.float32 else column.astype("<i4").view("<u4")
-      for column in columns
-    ]
-  )
+
+  def words_of(column: np.ndarray) -> np.ndarray:
+    if column.dtype != np.float32:
+      return column.astype("<i4").view("<u4")
+    bits = np.ascontiguousarray(column, "<f4").view("<u4")
+    rounded_bits = (bits + np.uint32(0x80)) & np.uint32(0xFFFFFF00)
+    return np.where(np.isfinite(column), rounded_bits, bits)
+
+  words = np.stack([*map(words_of, columns)])
   grouped = words.view(np.uint8).reshape(-1, 4).T.tobytes()
   return base64.b64encode(gzip.compress(grouped, 6, mtime=0)).decode()
-
-
-def _rounded_bits(x: np.ndarray) -> np.ndarray:
-  bits = np.ascontiguousarray(x, "<f4").view("<u4")
-  return np.where(np.isfinite(x), (bits + np.uint32(0x80)) & np.uint32(0xFFFFFF00), bits)
 
 
 def rounded(value: float) -> float:
