@@ -99,14 +99,7 @@ class Display:
       self.say(facts[0] + _time_left(began, done - before, self._total - done))
 
   def step(self, step: int, metrics: Mapping[str, float], sample: Sample, line: bool) -> None:
-    """Shows the metrics of a training step and one of its completions.
-
-    Args:
-      step: completed steps.
-      metrics: the metrics of the step.
-      sample: one of its completions.
-      line: whether to print a line when the output is not a terminal.
-    """
+    """Shows the metrics of a training step and one of its completions; `line` as in `advance`."""
     entropy = metrics["entropy/mean"]
     accuracy = metrics["reward/accuracy"]
     self._entropies.append(entropy)
@@ -241,12 +234,7 @@ def panel_lines(
 ) -> list[str]:
   """Returns the lines of the panel, none longer than `width`; only the sample is shortened.
 
-  Args:
-    metrics: the metrics of the step.
-    accuracies: the share of correct completions of the latest steps, the last one included.
-    entropies: the mean entropy of the same steps, in nats.
-    sample: one of the step's completions.
-    width: columns of the terminal.
+  The latest accuracies, and entropies in nats, include those of the step.
   """
   loss = metrics["loss"]
   values = [

@@ -111,16 +111,12 @@ class LogFile:
   def _lines(self) -> Iterator[Row | None]:
     """Yields the row of each line that is not blank; None for a damaged line."""
     if self.path.is_file() or (is_remote(self.path) and self.path.is_dir()):
-      for line in read_lines(self.path):
-        if line.strip():
-          yield self._parse(line)
-
-  def _parse(self, line: bytes) -> Row | None:
-    try:
-      row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):  # from JSON or UTF-8
-      return None
-    return row if self.is_valid(row) else None
+      for line in filter(bytes.strip, read_lines(self.path)):
+        try:
+          row = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError):  # from JSON or UTF-8
+          row = None
+        yield row if self.is_valid(row) else None
 
 
 def _ends_with_newline(path: Path) -> bool:

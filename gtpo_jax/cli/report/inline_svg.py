@@ -79,14 +79,9 @@ def curve_figure(
 def stack_figure(
   title: str, section: str, color: int, steps: np.ndarray, shares: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-  """Returns a figure of stacked bars.
+  """Returns a figure of bars at steps f64[m] of the run group `color`.
 
-  Args:
-    title: title of the figure.
-    section: section of the report.
-    color: index of the run group.
-    steps: f64[m], steps of the m bars.
-    shares: the three shares f64[m] by name, from the bottom of a bar to its top. They add up to 1.
+  Each stacks three shares f64[m], by name from the bottom to the top, which add up to 1.
   """
   with drawing_style(title):
     picture, axes = _canvas(over_k=False, percent=True)
