@@ -42,13 +42,7 @@ def options_to_sample(workdir: Path) -> list[str]:
 
 
 def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: Display) -> int:
-  """Samples completions and prints them, while they are sampled if stdout is a terminal.
-
-  Args:
-    args: the options of `gtpo sample`.
-    overrides: fields of the policy's config to change.
-    display: shows progress on stderr.
-  """
+  """Samples completions and prints them, while they are sampled if stdout is a terminal."""
   _check_options(args)
   from gtpo_jax.config.sections import STOP
   from gtpo_jax.sampling.settings import SamplingParams

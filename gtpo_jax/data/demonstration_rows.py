@@ -43,10 +43,6 @@ def load_demonstrations(
   Returns:
     One problem per well-formed row, in the order of the source, with the completion as its answer.
     A completion with several turns is in `extra` instead (`TURNS`).
-
-  Raises:
-    UserError: there is no such source, `records` is not an iterable of dicts, there are more
-      malformed rows than `bad_rows`, or there is no demonstration at all.
   """
   rows = read_rows(name) if records is None else record_rows(records, name)
   columns = parse_fields(fields)

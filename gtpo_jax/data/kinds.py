@@ -114,9 +114,6 @@ class Choices(NamedTuple):
   def letter(self, answer: Any) -> str:
     """Returns the letter of the right choice.
 
-    Args:
-      answer: the answer of the row: a choice's letter, label or text, or its index from 0.
-
     Raises:
       ValueError: it is none of these, or it means several choices.
     """

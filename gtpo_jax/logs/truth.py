@@ -104,17 +104,6 @@ def segment_truth(
   """Measures what segments of the group with the most mixed verdicts gain in value.
 
   Completions are cut before uncertain tokens, into `MOST_SEGMENTS` segments at most.
-
-  Args:
-    config: the run's config.
-    batch: of a step.
-    worker: sampled it.
-    reward_manager: scores continuations.
-    params: of the policy that sampled it.
-    stopping: called after each chunk of tokens.
-
-  Raises:
-    Stopped: `stopping` returned True.
   """
   correct, scored = batch.correct, batch.scored
   index = int(np.argmax(np.minimum((correct & scored).sum(1), (~correct & scored).sum(1))))
@@ -156,12 +145,8 @@ def token_truth(
   A token of several characters takes the strongest of their marks. A stop token is inert. The truth
   of tokens that were not drawn is unknown.
 
-  Args:
-    groups: n groups.
-    t: completion positions.
-    chat: decodes single tokens.
-    own_verifier: whether a function of the user decides, instead of the verifier for the problem's
-      kind. Then only a problem's column `truth` has marks.
+  If a function of the user decides (`own_verifier`), instead of the verifier for the problem's
+  kind, only a problem's column `truth` has marks.
   """
   kind_of = lambda problem: "" if own_verifier else problem.kind
   if not any(knows_truth(kind_of(x.problem), x.problem.extra) for x in groups):
@@ -209,11 +194,8 @@ def turn_truth(
   They are on all tokens of a turn, and NaN elsewhere and where they are unknown. Players for whom
   all are unknown are left out.
 
-  Args:
-    mask: bool[n, g, t], the tokens that were drawn.
-    rows: n rows of the data.
-    episodes: [n][g]; None for a group without episodes.
-    rules: of the run's episodes; None without any.
+  Episodes, of n rows of the data, are None for a group without any; the mask bool[n, g, t] has the
+  tokens that were drawn.
   """
   played = [i for i, group in enumerate(episodes) if group]
   if not played or rules is None:

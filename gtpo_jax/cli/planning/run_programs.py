@@ -321,13 +321,9 @@ def compile_with_peak(
 ) -> tuple[int, jax.stages.Compiled | None]:
   """Compiles a program for devices that need not be present.
 
-  Args:
-    lowered: the program.
-    arguments: its abstract arguments that are in device memory.
-
-  Returns:
-    The peak bytes on one device, including the arguments, and the program. If compilation fails for
-    lack of memory, the program is None, and the bytes are those that the compiler reports.
+  Returns the peak bytes on one device, including the arguments in device memory, and the program.
+  If compilation fails for lack of memory, the program is None, and the bytes are those that the
+  compiler reports.
   """
   devices = list(jax.tree.leaves(arguments)[0].sharding.device_set)
   try:

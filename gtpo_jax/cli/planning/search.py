@@ -69,10 +69,6 @@ class Search:
 
     For each mesh there are the fewest micro-batches and the most slots that are estimated to fit. A
     quantised base changes what is learned, so candidates with one come last, int8 before int4.
-
-    Args:
-      update_memory: the bytes of a device that the update can use.
-      sampling_memory: the bytes of a device that sampling can use.
     """
     found = []
     memory = self.memory

@@ -72,11 +72,10 @@ device_description_str: "{name}"
 def topology_devices(topology: str) -> tuple[list[Any], Chip]:
   """Returns the devices of a topology and the memory and rates of one of them.
 
-  Args:
-    topology: a TPU generation and the shape of a slice, such as "v5p:4x4x4" (libtpu must be
-      installed); a GPU and the number of GPUs in one node, such as "h100:8", or the numbers of
-      nodes and GPUs, such as "h100:4x8" (JAX's CUDA plugin must be installed); or "cpu:8" for the
-      virtual devices of this process. Only the memory of a CPU is known.
+  The topology is a TPU generation and the shape of a slice, such as "v5p:4x4x4" (libtpu must be
+  installed); a GPU and the number of GPUs in one node, such as "h100:8", or the numbers of nodes
+  and GPUs, such as "h100:4x8" (JAX's CUDA plugin must be installed); or "cpu:8" for the virtual
+  devices of this process. Only the memory of a CPU is known.
   """
   kind, _, shape = topology.partition(":")
   if kind == "cpu":

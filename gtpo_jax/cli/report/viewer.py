@@ -72,15 +72,9 @@ def viewer_data(
 ) -> tuple[dict[str, Any], list[str]]:
   """Returns a run's data for the viewer.
 
-  Args:
-    workdir: the run's folder.
-    algorithm: the algorithm that trained the run.
-    max_tokens: if the records have more tokens, steps between the first and the last are dropped
-      evenly.
-
-  Returns:
-    The data that the page reads when it loads, and a packed text per group shown, which the page
-    unpacks when the user selects the group.
+  If the records have more than `max_tokens`, steps between the first and the last are dropped
+  evenly. The data are what the page reads when it loads; with them comes a packed text per group
+  shown, which the page unpacks when the user selects the group.
   """
   files = credit_files(workdir)
   run_schemes = schemes(algorithm)

@@ -165,12 +165,6 @@ class Constraints:
 
   The kinds are eleven of IFEval (2311.07911), which `rewards.constraints` checks without further
   packages. The teacher often overlooks one of the instructions.
-
-  Args:
-    terms: constraints per problem, 1-3; 0 for one to three.
-
-  Raises:
-    UserError: `terms` is out of bounds.
   """
 
   name = "constraints"

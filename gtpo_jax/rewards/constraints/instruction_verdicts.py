@@ -51,9 +51,7 @@ def followed_shares(
 def share_in_worker(problem: str, completion: str) -> float:
   """Returns the share of instructions that a completion follows.
 
-  Args:
-    problem: the `Problem.extra`, with the mode, as JSON.
-    completion: any text.
+  The problem is its `extra`, with the mode, as JSON.
   """
   extra = json.loads(problem)
   return _share(followed(completion, extra, extra["mode"]))

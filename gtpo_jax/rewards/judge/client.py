@@ -34,9 +34,6 @@ class Client:
   Attributes:
     key: of the environment, "" for none.
     retried: how many requests were repeated.
-
-  Raises:
-    UserError: the key cannot be part of a request.
   """
 
   def __init__(self, settings: JudgeSettings):

@@ -353,9 +353,7 @@ def pairs_of(count: int, opponents: int) -> list[tuple[int, int]]:
   Completion i is in the first place against each of the next `opponents` ones, of which the first
   follow the last. So each is equally often in the first and in the second place.
 
-  Args:
-    count: the number of completions.
-    opponents: at most count - 1 are used.
+  At most count - 1 opponents are used.
   """
   distances = range(1, min(opponents, count - 1) + 1)
   return [(i, (i + distance) % count) for distance in distances for i in range(count)]
@@ -366,11 +364,8 @@ def win_rates(
 ) -> list[float | None]:
   """Returns the mean reward of each completion over its comparisons.
 
-  Args:
-    count: the number of completions.
-    pairs: the comparisons.
-    rewards: what the completion in the first place got, from 0 to 1; the other one gets the rest.
-      Comparisons with None are left out. A completion without any other has None.
+  The rewards are what the completion in the first place got, from 0 to 1; the other one gets the
+  rest. Comparisons with None are left out. A completion without any other has None.
   """
   won: list[list[float]] = [[] for _ in range(count)]
   for (first, second), reward in zip(pairs, rewards, strict=True):

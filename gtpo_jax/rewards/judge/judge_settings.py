@@ -161,13 +161,7 @@ class JudgeSettings(Checked):
       )
 
   def check_use(self, parts: str, names: Sequence[str], verifier: str) -> None:
-    """Raises UserError if the judge and the rest of the reward do not fit together.
-
-    Args:
-      parts: `reward.parts`.
-      names: the parts in it.
-      verifier: `reward.verifier`.
-    """
+    """Raises UserError if the judge and the rest of the reward do not fit together."""
     if "judge" in names and not self.base_url:
       raise UserError(
         f"reward.parts = {parts!r} has the part judge: set {self.prefix}base_url and "
@@ -186,11 +180,7 @@ class JudgeSettings(Checked):
 
   @property
   def further_fields(self) -> dict[str, Any]:
-    """`request` as a dict.
-
-    Raises:
-      UserError: it is not a JSON object.
-    """
+    """`request` as a dict."""
     try:
       fields = json.loads(self.request or "{}", object_pairs_hook=unique_keys)
       reason = ""
