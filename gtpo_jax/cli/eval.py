@@ -76,7 +76,12 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     write(args.json, json.dumps(summary, indent=2) + "\n")
   if args.completions:
     write(args.completions, "".join(json.dumps(row) + "\n" for row in result.rows()))
-  _print_summary(summary)
+  for key, value in summary.items():
+    if key != "intervals":
+      low, high = summary["intervals"].get(key, (None, None))
+      interval = "" if low is None or high is None else f" [{low:.4f}, {high:.4f}]"
+      text = "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+      print(f"{key:<32} {text}{interval}")
   cut_off = 1 - result.sampled.finished.mean()
   if cut_off > MUCH:
     print(
@@ -85,15 +90,3 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
       f"--config.sampling.max_tokens={2 * config.sampling.max_tokens} for example"
     )
   return 0
-
-
-def _print_summary(summary: dict[str, object]) -> None:
-  """Prints an `Evaluation.summary`, with one metric and its interval per line."""
-  intervals = summary["intervals"]
-  for key, value in summary.items():
-    if key == "intervals":
-      continue
-    low, high = intervals.get(key, (None, None))
-    interval = "" if low is None or high is None else f" [{low:.4f}, {high:.4f}]"
-    number = "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
-    print(f"{key:<32} {number}{interval}")

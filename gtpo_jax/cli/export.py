@@ -211,20 +211,11 @@ def model_card(
   adapter: bool = False,
   note: str = "",
 ) -> str:
-  """Returns the text of the model card, README.md.
+  """Returns the text of the model card, README.md, of the checkpoint of a step.
 
-  It contains the base model, the data, the algorithm, how to load the folder, the metrics at
-  `step`, the first and the last evaluation up to it, all settings, the versions, and the export
-  command.
-
-  Args:
-    config: the run's config.
-    step: the step of the exported checkpoint.
-    rows: the rows of metrics.jsonl.
-    command: the command line of the export.
-    base: hub id or absolute path of the base model; empty for random weights.
-    adapter: whether the folder has only the adapters.
-    note: a section to insert before the versions.
+  It contains the base model, which is "" for random weights, the data, the algorithm, how to load
+  the folder, the metrics at `step`, the first and the last evaluation up to it, of the `rows` of
+  metrics.jsonl, all settings, a note, the versions, and the command line of the export.
   """
   name = config.algorithm.name
   origin = _code(base) if base else "random weights"
@@ -239,6 +230,14 @@ def model_card(
     key: value for key, value in settings.items() if defaults.get(key) not in (*value, AUTO)
   }
   settings.pop("model.preset" if config.model.path else "model.path")
+  evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
+  first, last = (evaluated[0], evaluated[-1]) if evaluated else ({}, {})
+  heads = ("", f"step {first.get('step')}", f"step {last.get('step')}")
+  evaluations = {
+    key.removeprefix("eval/"): (first.get(key), value)
+    for key, value in last.items()
+    if key.startswith("eval/")
+  }
   all_settings = _table("All settings", ("setting", "value"), settings)
   versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
   parts = [
@@ -248,7 +247,7 @@ def model_card(
     f"{step} step{'s' * (step != 1)} of {config.batch.prompts} prompts x "
     f"{config.batch.group} completions, from {origin}.",
     ADAPTER_USE if adapter else USE,
-    _evaluation_table(rows, step),
+    _table("Held-out evaluation", heads, evaluations),
     _table(f"Step {step}", ("metric", "value"), metrics),
     _table("Settings that differ from the defaults", ("setting", "value"), changed),
     f"<details><summary>All settings</summary>\n\n{all_settings}\n\n</details>",
@@ -275,19 +274,6 @@ def _header(name: str, base: str, library: str) -> str:
   return "\n".join(
     ["---", *(f"{key}: {json.dumps(value)}" for key, value in fields.items()), "---"]
   )
-
-
-def _evaluation_table(rows: list[dict[str, Any]], step: int) -> str:
-  """Returns a table of the metrics of the first and the last evaluation."""
-  evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
-  first, last = (evaluated[0], evaluated[-1]) if evaluated else ({"step": 0}, {"step": step})
-  metrics = {
-    key.removeprefix("eval/"): (first.get(key), value)
-    for key, value in last.items()
-    if key.startswith("eval/")
-  }
-  head = ("", f"step {first['step']}", f"step {last['step']}")
-  return _table("Held-out evaluation", head, metrics)
 
 
 def _table(title: str, head: tuple[str, ...], rows: Mapping[str, tuple[Any, ...]]) -> str:

@@ -17,13 +17,9 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import find_problem
 
 if TYPE_CHECKING:
-  import jax
-
   from gtpo_jax.environments.turns import Episode
   from gtpo_jax.logs.display import Display
-  from gtpo_jax.models.params import Params
   from gtpo_jax.rollout.worker import RolloutWorker
-  from gtpo_jax.sampling.settings import SamplingParams
 
 STREAM_INTERVAL = 4  # tokens between updates on a terminal
 SHOWN_PROMPT = 80  # characters of a prompt in a command to try
@@ -46,13 +42,7 @@ def options_to_sample(workdir: Path) -> list[str]:
 
 
 def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: Display) -> int:
-  """Samples completions and prints them, while they are sampled if stdout is a terminal.
-
-  Args:
-    args: the options of `gtpo sample`.
-    overrides: fields of the policy's config to change.
-    display: shows progress on stderr.
-  """
+  """Samples completions and prints them, while they are sampled if stdout is a terminal."""
   _check_options(args)
   from gtpo_jax.config.sections import STOP
   from gtpo_jax.sampling.settings import SamplingParams
@@ -65,28 +55,28 @@ def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: D
   from gtpo_jax.data.records import user
   from gtpo_jax.logs.text import visible
   from gtpo_jax.rollout.policies import open_policy
+  from gtpo_jax.rollout.sample import sample_prompt
 
   with display.waiting("reading the model"):
     worker, _, params, _ = open_policy(
       args.model, args.step, None, args.max_tokens, args.stop, overrides
     )
-  if worker.episodes:
-    keys = functools.partial(worker.engine.completion_keys, jax.random.key(args.seed))
-    show = functools.partial(visible, keep="\n\t") if sys.stdout.isatty() else str
-    with display.waiting("playing"):
-      print_episodes(
-        worker, params, args.prompt, parse_row(args.row), keys, args.n, sampling_params, show
-      )
-    return 0
-  prompt = worker.chat.encode_prompt(user(args.prompt))
-  policy = worker.policy(params)
   stream = sys.stdout.isatty()
   # A terminal would act on control characters, for example move its cursor.
   show = functools.partial(visible, keep="\n\t") if stream else str
+  policy = worker.policy(params)
+  keys = policy.engine.completion_keys(jax.random.key(args.seed), 1, args.n)
+  if worker.episodes:
+    row = parse_row(args.row)
+    with display.waiting("playing"):
+      for completion in sample_prompt(worker, policy, args.prompt, row, keys, sampling_params):
+        transcript = _transcript(worker, completion.tokens, completion.mask, show)
+        print(transcript, _outcome(completion.episode), sep="\n")
+    return 0
+  prompt = worker.chat.encode_prompt(user(args.prompt))
   printed = ""
   texts = [""] * args.n
   engine = policy.engine
-  keys = engine.completion_keys(jax.random.key(args.seed), 1, args.n)
   rows = engine.completions([prompt], keys)
   text_of = lambda completion: worker.decode([completion.tokens])[0]
   chunks = engine.generate(
@@ -145,36 +135,6 @@ def parse_row(text: str) -> Mapping[str, Any]:
   if not isinstance(row, dict):
     raise UserError(f'--row must be a JSON object, such as \'{{"answer": "20"}}\', got {text!r}')
   return row
-
-
-def print_episodes(
-  worker: RolloutWorker,
-  params: Params,
-  prompt: str,
-  row: Mapping[str, Any],
-  keys: Callable[[int, int], jax.Array],
-  n: int,
-  sampling_params: SamplingParams,
-  show: Callable[[str], str],
-) -> None:
-  """Plays `n` episodes of a prompt, and prints each with why it ended.
-
-  Args:
-    worker: has the episodes.
-    params: the parameters of the policy.
-    prompt: the message of the user.
-    row: further fields of the row that the environment gets.
-    keys: returns the keys of `Engine.completion_keys` for (prompts, completions).
-    n: how many episodes.
-    sampling_params: how tokens are drawn.
-    show: makes a text printable.
-  """
-  from gtpo_jax.rollout.sample import sample_prompt
-
-  policy = worker.policy(params)
-  for completion in sample_prompt(worker, policy, prompt, row, keys(1, n), sampling_params):
-    transcript = _transcript(worker, completion.tokens, completion.mask, show)
-    print(transcript, _outcome(completion.episode), sep="\n")
 
 
 def _transcript(

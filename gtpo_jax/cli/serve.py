@@ -26,25 +26,15 @@ TOKEN_VARIABLE = "GTPO_SERVE_TOKEN"
 
 
 class ServeOptions(NamedTuple):
-  """What is served, and where.
+  """What is served, and where."""
 
-  Attributes:
-    model: the workdir of a run, a Hugging Face folder, or a hub id.
-    step: the checkpoint of a run; None for the newest, 0 for the base model.
-    host: the address.
-    port: 0 for a free one.
-    name: what clients call the model; "" for the name of its folder.
-    queue: the completions that may wait.
-    limits: what is computed at once, and how.
-  """
-
-  model: Path
-  step: int | None = None
-  host: str = "127.0.0.1"
-  port: int = 8000
-  name: str = ""
-  queue: int = 1024
-  limits: ServingLimits = ServingLimits()
+  model: Path  # the workdir of a run, a Hugging Face folder, or a hub id
+  step: int | None = None  # the checkpoint of a run; None for the newest, 0 for the base model
+  host: str = "127.0.0.1"  # the address
+  port: int = 8000  # 0 for a free one
+  name: str = ""  # what clients call the model; "" for the name of its folder
+  queue: int = 1024  # the completions that may wait
+  limits: ServingLimits = ServingLimits()  # what is computed at once, and how
 
 
 class Opened(NamedTuple):
@@ -81,15 +71,7 @@ def model_name(model: str) -> str:
 
 
 def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
-  """Serves until SIGINT or SIGTERM; answers under way get `STOP_S` seconds, or until a second one.
-
-  Args:
-    options: what, and where.
-    say: shows a line.
-
-  Raises:
-    UserError: the address cannot be used, or needs a token; or see `open_service`.
-  """
+  """Serves until SIGINT or SIGTERM; pending answers get `STOP_S` seconds, or until a second one."""
   token = os.environ.get(TOKEN_VARIABLE, "")
   needed = f"{TOKEN_VARIABLE} to a secret that clients must send"
   with open_address(options.host, options.port, token, needed) as (listener, address):
@@ -113,14 +95,8 @@ def open_address(
 ) -> Iterator[tuple[socket.socket, str]]:
   """Opens an address, which others may reach only with a secret; yields the socket and HOST:PORT.
 
-  Args:
-    host: the address.
-    port: 0 for any free one.
-    secret: what clients must send; "" for nothing.
-    needed: completes "set ...", if the secret is missing.
-
-  Raises:
-    UserError: the address cannot be used, or is open to others without a secret.
+  The port 0 takes a free one; without a secret, an address that others reach is refused with a
+  message of what is `needed`.
   """
   if not is_loopback(host) and not secret:
     raise UserError(f"--host={host} is open to others; set {needed}, or serve on 127.0.0.1")

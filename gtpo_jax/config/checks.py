@@ -10,8 +10,7 @@ from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.config.data_sections import DataSection, EnvSection, RewardSection, WarmStartSection
 from gtpo_jax.config.monitoring import EvalSection, LogSection
 from gtpo_jax.config.sections import BatchSection, ModelSection, SamplingSection, TeacherSection
-from gtpo_jax.data.readers import check_exists
-from gtpo_jax.data.sources import is_source
+from gtpo_jax.data.readers import check_exists, is_source
 from gtpo_jax.data.tasks import TASKS
 from gtpo_jax.models.presets import PRESETS, TINY_MOE
 from gtpo_jax.runtime.errors import UserError, did_you_mean

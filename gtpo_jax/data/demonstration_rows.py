@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gtpo_jax.data.layouts import parse_fields, to_demonstration
-from gtpo_jax.data.readers import LocatedRow, Row, read_rows
+from gtpo_jax.data.readers import Row, read_rows
 from gtpo_jax.data.records import NO_ROLE, ROLES, Problem
 from gtpo_jax.data.sources import Loaded, Malformed, no_rows, record_rows
 from gtpo_jax.runtime.files import unique_keys
@@ -28,43 +28,23 @@ from gtpo_jax.runtime.files import unique_keys
 TURNS = "completion"  # in `Problem.extra`: the messages of a completion with several turns
 
 
-def load_demonstrations(name: str, fields: str, bad_rows: int = 0) -> Loaded:
+def load_demonstrations(
+  name: str, fields: str, bad_rows: int = 0, records: Iterable[Mapping[str, Any]] | None = None
+) -> Loaded:
   """Reads a source of demonstrations.
 
   Args:
-    name: a path, `hf:...` or `tfds:...`, as `sources.load_source` reads it.
+    name: a path, `hf:...` or `tfds:...`, as `sources.load_source` reads it; of `records`, their
+      name in messages.
     fields: the columns, as `warm_start.columns` of a config gives them.
     bad_rows: number of malformed rows that may be skipped.
+    records: rows in memory to convert instead, one dict each.
 
   Returns:
     One problem per well-formed row, in the order of the source, with the completion as its answer.
     A completion with several turns is in `extra` instead (`TURNS`).
-
-  Raises:
-    UserError: there is no such source, it has more malformed rows than `bad_rows`, or it has no
-      demonstration at all.
   """
-  return _load(name, read_rows(name), fields, bad_rows)
-
-
-def demonstrations_of(
-  records: Iterable[Mapping[str, Any]], name: str, fields: str, bad_rows: int = 0
-) -> Loaded:
-  """Converts rows in memory, as `load_demonstrations` converts the rows of a file.
-
-  Args:
-    records: one dict per row.
-    name: the name of the records in messages.
-    fields: see `load_demonstrations`.
-    bad_rows: see `load_demonstrations`.
-
-  Raises:
-    UserError: `records` is not an iterable of dicts, or an error of `load_demonstrations`.
-  """
-  return _load(name, record_rows(records, name), fields, bad_rows)
-
-
-def _load(name: str, rows: Iterable[LocatedRow], fields: str, bad_rows: int) -> Loaded:
+  rows = read_rows(name) if records is None else record_rows(records, name)
   columns = parse_fields(fields)
   malformed = Malformed(bad_rows)
   kept = []

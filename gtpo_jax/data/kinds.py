@@ -101,15 +101,10 @@ def tests_of(value: Any) -> dict[str, Any]:
 
 
 class Choices(NamedTuple):
-  """The choices of a row.
+  """The choices of a row."""
 
-  Attributes:
-    texts: what they say.
-    names: what the row calls them: its labels, or else the letters from A.
-  """
-
-  texts: tuple[str, ...]
-  names: tuple[str, ...]
+  texts: tuple[str, ...]  # what they say
+  names: tuple[str, ...]  # what the row calls them: its labels, or else the letters from A
 
   def lines(self) -> str:
     """Returns the choices as they are added to a prompt."""
@@ -118,9 +113,6 @@ class Choices(NamedTuple):
 
   def letter(self, answer: Any) -> str:
     """Returns the letter of the right choice.
-
-    Args:
-      answer: the answer of the row: a choice's letter, label or text, or its index from 0.
 
     Raises:
       ValueError: it is none of these, or it means several choices.

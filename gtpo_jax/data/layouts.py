@@ -145,23 +145,14 @@ def to_demonstration(row: Row | ValueError, columns: dict[str, str], location: s
 
 
 class RowFields(NamedTuple):
-  """What a layout finds in a row.
+  """What a layout finds in a row."""
 
-  Attributes:
-    prompt: a text or a conversation.
-    answer: the gold answer; of programs and instructions, a name.
-    used: columns that are not passed on in `Problem.extra`.
-    kind: the kind of the layout, for a row that names none.
-    id: the row's id, for a row without the columns `id` and `task_id`.
-    extra: further entries of `Problem.extra`.
-  """
-
-  prompt: Any
-  answer: Any
-  used: Collection[str]
-  kind: Any = UNSTATED
-  id: Any = None
-  extra: Mapping[str, Any] = {}
+  prompt: Any  # a text or a conversation
+  answer: Any  # the gold answer; of programs and instructions, a name
+  used: Collection[str]  # columns that are not passed on in `Problem.extra`
+  kind: Any = UNSTATED  # the kind of the layout, for a row that names none
+  id: Any = None  # the row's id, for a row without the columns `id` and `task_id`
+  extra: Mapping[str, Any] = {}  # further entries of `Problem.extra`
 
 
 def _problem(row: Row, location: str, fields: RowFields, needs: Collection[str]) -> Problem:

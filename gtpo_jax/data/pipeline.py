@@ -27,9 +27,6 @@ class Batches:
     process_count: number of processes. Each receives a contiguous slice of every batch, the rows of
       its devices. The slices of all processes, concatenated in order, are the batch of a single
       process, so the data do not depend on the number of processes.
-
-  Raises:
-    UserError: the batch has fewer problems than there are processes.
   """
 
   def __init__(

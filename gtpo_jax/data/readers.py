@@ -48,6 +48,8 @@ MAX_LINE_BYTES = 1 << 28  # of a row; a longer line is skipped without reading i
 MAX_REASON_CHARS = 200
 MAX_HUB_CHARS = 300  # of an error that lists the configs or splits that exist
 
+_ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?:\{|$)")  # the start of an array of objects
+
 Row = dict[str, Any]
 LocatedRow = tuple[str, Row | ValueError]
 
@@ -145,7 +147,7 @@ def _jsonl(file: epath.Path) -> Iterator[LocatedRow]:
     gzip.open(opened) if compressed else contextlib.nullcontext(opened) as stream,
   ):
     for number, line in enumerate(_lines(stream), 1):
-      if number == 1 and _begins_array(line):
+      if number == 1 and isinstance(line, bytes) and _ARRAY.match(line):
         raise _other_form(str(file), "json", "one JSON array")
       row = _json_object(line)
       if row is not None:
@@ -174,15 +176,12 @@ def _table(file: epath.Path) -> Iterator[LocatedRow]:
         return
       if not names and len({*values}) < len(values):
         raise UserError(f"the first row of {name!r} must name each column once, got {values!r:.80}")
-      if names and values:
-        yield f"{name}:{rows.line_num}", _table_row(names, values)
+      if names and len(names) == len(values):
+        yield f"{name}:{rows.line_num}", dict(zip(names, values, strict=True))
+      elif names and values:
+        wrong = ValueError(f"has {len(values)} values for {len(names)} columns")
+        yield f"{name}:{rows.line_num}", wrong
       names = names or values
-
-
-def _table_row(names: list[str], values: list[str]) -> Row | ValueError:
-  if len(names) != len(values):
-    return ValueError(f"has {len(values)} values for {len(names)} columns")
-  return dict(zip(names, values, strict=True))
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes | ValueError]:
@@ -194,11 +193,6 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes | ValueError]:
       while line and not line.endswith(b"\n"):
         line = stream.readline(MAX_LINE_BYTES)
       yield ValueError(f"is longer than {MAX_LINE_BYTES >> 20} MiB")
-
-
-def _begins_array(line: bytes | ValueError) -> bool:
-  """Whether a file's first line is the start of an array of objects, or all of it."""
-  return isinstance(line, bytes) and bool(re.match(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?:\{|$)", line))
 
 
 class WrittenFloat(float):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import reprlib
@@ -73,7 +74,11 @@ def to_messages(prompt: Any) -> tuple[dict[str, str], ...]:
   """
   if isinstance(prompt, str):
     messages = user(prompt)
-    if _is_conversation(_parsed(prompt)):
+    parsed = None
+    if prompt.lstrip()[:1] == "[" and '"role"' in prompt:
+      with contextlib.suppress(ValueError, RecursionError):
+        parsed = json.loads(prompt)
+    if _is_conversation(parsed):
       raise ValueError("has a conversation that is JSON text; write it as a list of messages")
   elif _is_conversation(prompt):
     messages = tuple({"role": m["role"], "content": m["content"]} for m in prompt)
@@ -111,14 +116,6 @@ def _is_conversation(prompt: Any) -> bool:
   if not isinstance(prompt, list | tuple) or not prompt:
     return False
   return all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
-
-
-def _parsed(text: str) -> Any:
-  """Returns the list that a text is in JSON, or None."""
-  try:
-    return json.loads(text) if text.lstrip()[:1] == "[" and '"role"' in text else None
-  except (ValueError, RecursionError):
-    return None
 
 
 def shown(value: object) -> str:

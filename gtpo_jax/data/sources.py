@@ -28,7 +28,7 @@ from gtpo_jax.data.layouts import (
   to_problem,
 )
 from gtpo_jax.data.pipeline import fixed_sample
-from gtpo_jax.data.readers import GYM, RECORDS, LocatedRow, Row, is_source, read_rows
+from gtpo_jax.data.readers import GYM, LocatedRow, Row, read_rows
 from gtpo_jax.data.records import Problem
 from gtpo_jax.rewards.verifiers import keys_read
 from gtpo_jax.runtime.errors import UserError, first_line
@@ -41,40 +41,19 @@ Check = Callable[[str, str, Mapping[str, Any]], None]
 Needs = Collection[str]  # what a row must have
 HELD_OUT_FRACTION = 10  # one problem in ten is evaluated if no others are named
 
-__all__ = [
-  "RECORDS",
-  "Check",
-  "Loaded",
-  "hold_out",
-  "is_source",
-  "load_records",
-  "load_source",
-  "needs_of",
-  "too_many_bad",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-  """The problems of a source.
+  """The problems of a source."""
 
-  Attributes:
-    problems: in the order of the source, without duplicates.
-    rows: number of rows read.
-    duplicates: number of rows dropped because an earlier row is the same problem.
-    bad: the skipped rows, each as its location and the reason.
-    note: how the verifier was chosen for rows that name none; "" if that is not worth a line.
-    unread: the columns that only a function of the user could read.
-    columns: all columns.
-  """
-
-  problems: tuple[Problem, ...]
-  rows: int
-  duplicates: int
-  bad: tuple[str, ...]
+  problems: tuple[Problem, ...]  # in the order of the source, without duplicates
+  rows: int  # number of rows read
+  duplicates: int  # number of rows dropped because an earlier row is the same problem
+  bad: tuple[str, ...]  # the skipped rows, each as its location and the reason
+  # how the verifier was chosen for rows that name none; "" if that is not worth a line
   note: str = ""
-  unread: tuple[str, ...] = ()
-  columns: tuple[str, ...] = ()
+  unread: tuple[str, ...] = ()  # the columns that only a function of the user could read
+  columns: tuple[str, ...] = ()  # all columns
 
   def summary(self, name: str) -> str:
     """Returns a one-line summary for the user."""
@@ -176,13 +155,10 @@ def record_rows(records: Iterable[Row], name: str) -> Iterator[LocatedRow]:
       f"{name} must be a list of dicts, got {type(records).__name__} {str(records)[:60]!r}; "
       "to read a file, name it in the config's data.train or data.eval"
     )
-  return ((f"{name}[{i}]", _as_row(record)) for i, record in enumerate(records))
-
-
-def _as_row(record: object) -> Row | ValueError:
-  if isinstance(record, Mapping):
-    return dict(record)
-  return ValueError(f"must be a dict, got {type(record).__name__}")
+  is_row = lambda record: isinstance(record, Mapping)
+  wrong = lambda record: ValueError(f"must be a dict, got {type(record).__name__}")
+  rows = (dict(record) if is_row(record) else wrong(record) for record in records)
+  return ((f"{name}[{i}]", row) for i, row in enumerate(rows))
 
 
 def needs_of(opens: bool, needs_answer: bool) -> tuple[str, ...]:
@@ -261,9 +237,14 @@ def _load(
     with_kind = _checked(with_kind, stated, malformed, check)
   if not with_kind:
     raise no_rows(name, "problem", num_rows)
-  mapped = mapped_columns(columns)
-  unread = _unread(with_kind, (name for name in names if name not in mapped))
-  return Loaded(with_kind, num_rows, duplicates, tuple(malformed.rows), note, unread, tuple(names))
+  unread = set()  # by layouts and verifiers
+  for problem in with_kind:
+    unread |= problem.extra.keys() - READ_BY_LAYOUTS - keys_read(problem.kind)
+  unread -= mapped_columns(columns)
+  in_order = tuple(name for name in names if name in unread)
+  return Loaded(
+    with_kind, num_rows, duplicates, tuple(malformed.rows), note, in_order, tuple(names)
+  )
 
 
 def _checked(
@@ -285,14 +266,6 @@ def _checked(
 def no_rows(name: str, what: str, num_rows: int) -> UserError:
   """Returns the error for a source without a single well-formed row."""
   return UserError(f"{name!r} contains no {what} ({num_rows} rows)")
-
-
-def _unread(problems: Sequence[Problem], names: Iterable[str]) -> tuple[str, ...]:
-  """Returns the columns, of `names`, that neither a layout nor a verifier reads."""
-  unread = set()
-  for problem in problems:
-    unread |= problem.extra.keys() - READ_BY_LAYOUTS - keys_read(problem.kind)
-  return tuple(name for name in names if name in unread)
 
 
 def _digest(problem: Problem, id: Any) -> bytes:

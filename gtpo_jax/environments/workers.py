@@ -16,15 +16,15 @@ import inspect
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from gtpo_jax.runtime.errors import FunctionError, RunError, described, escape_controls
+from gtpo_jax.runtime.event_loop import EventLoop
 
 # Calls that hang at the same time before a run ends; each of them keeps a thread and its memory.
 MAX_HANGING = 256
 IDLE_S = 1.0  # a thread that gets no further call for so long ends
-LOOP_CHECK_S = 1.0  # an event loop that does nothing for so long is replaced
 
 
 class Outcome(NamedTuple):
@@ -94,7 +94,7 @@ class Workers:
     self._idle = 0  # threads without a call
     self._handed: collections.deque[_Call] = collections.deque()  # calls for threads that were idle
     self._called = threading.Condition(lock)
-    self._loop = _EventLoop()
+    self._loop = EventLoop()
 
   def submit(
     self,
@@ -231,33 +231,3 @@ class Workers:
       if call.future:
         self._loop.cancel(call.future)
     self._start()
-
-
-class _EventLoop:
-  """An event loop on a thread of its own, which is replaced if a call blocks it."""
-
-  def __init__(self):
-    self._lock = threading.Lock()
-    self._loop: asyncio.AbstractEventLoop | None = None
-
-  def start(self, awaitable: Awaitable[Any]) -> concurrent.futures.Future[Any]:
-    """Starts to await something."""
-    with self._lock:
-      if self._loop is None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="gtpo event loop", daemon=True).start()
-      return asyncio.run_coroutine_threadsafe(_result_of(awaitable), self._loop)
-
-  def cancel(self, future: concurrent.futures.Future[Any]) -> None:
-    """Cancels what was started, and leaves the loop to it if it blocks the loop."""
-    future.cancel()
-    with self._lock:
-      if self._loop:
-        lives = threading.Event()
-        self._loop.call_soon_threadsafe(lives.set)
-        if not lives.wait(LOOP_CHECK_S):
-          self._loop = None
-
-
-async def _result_of(awaitable: Awaitable[Any]) -> Any:
-  return await awaitable

@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,17 +111,15 @@ class CreditRecord:
     return signals.only(self.valid)
 
 
-OF_BATCH = (
-  "mask",
-  "entropy",
-  "divergence",
-  "turn_reward",
-  "turn_state",
-  "score_norms",
-  "value_gains",
-  "turn_truth",
-  "truth",
-)  # stored for all tokens of the batch, without padding
+# Arrays [n, g, t] that are 0 unless the run computes them; records of runs before 0.4.0 lack them.
+OPTIONAL = {
+  "turn_reward": np.float32,
+  "turn_state": np.int32,
+  "score_norms": np.float32,
+  "value_gains": np.float32,
+}
+# Stored for all tokens of the batch, without padding.
+OF_BATCH = ("mask", "entropy", "divergence", *OPTIONAL, "turn_truth", "truth")
 PER_TOKEN = (*OF_BATCH, "ids", "log_probs", "piece")  # the others only for the groups shown
 TEXTS = ("pieces", "prompts", "answers", "stops")
 
@@ -167,10 +166,12 @@ def write_credit(
     finished=rollouts.finished,
     guided=none if rollouts.guided is None else rollouts.guided,
     divergence=divergence,
-    turn_reward=_or_zeros(rewards.turn_reward, rollouts.tokens, np.float32),
-    turn_state=_or_zeros(rewards.turn_state, rollouts.tokens, np.int32),
-    score_norms=_or_zeros(rollouts.score_norms, rollouts.tokens, np.float32),
-    value_gains=_or_zeros(rewards.value_gains, rollouts.tokens, np.float32),
+    **{
+      name: _or_zeros(getattr(owner, name), rollouts.tokens, dtype)
+      for name, dtype in OPTIONAL.items()
+      for owner in (rewards, rollouts)
+      if hasattr(owner, name)
+    },
     turn_truth=_turn_truth(truth.turns, rollouts.tokens.shape),
     truth=_or_zeros(truth.tokens, rollouts.tokens, np.uint8),
     shown=shown,
@@ -243,15 +244,10 @@ def _pieces(rollouts: Rollouts, shown: np.ndarray, chat: Chat) -> tuple[np.ndarr
 
 
 def step_timeline(spans: Sequence[Span], metrics: Mapping[str, float]) -> np.ndarray:
-  """Returns the timeline of a step for its credit record.
+  """Returns the timeline of a step, of which `spans` has sampling and waiting for rewards.
 
-  Args:
-    spans: of sampling and of waiting for rewards, with times since the beginning of the step.
-    metrics: of the step, with `time/step` and `time/update`.
-
-  Returns:
-    f32[spans, 4]: the index of the phase in `PHASES`, its begin and end in seconds, and the share
-    of the slots that are busy, which is 0 for phases other than decode.
+  It is f32[spans, 4]: the index of the phase in `PHASES`, its begin and end in seconds from the
+  beginning of the step, and the share of the slots that are busy, 0 for phases other than decode.
   """
   end = metrics["time/step"]
   update = Span("update", end - metrics["time/update"], end, 0.0)
@@ -291,15 +287,8 @@ def credit_files(workdir: Path) -> dict[int, Path]:
 def repair_credit(workdir: Path, last_step: int, is_recorded: Callable[[int], bool]) -> list[str]:
   """Makes the records agree with the checkpoint of `last_step` when a run resumes.
 
-  Removes the records of later steps, and renames files that are not records.
-
-  Args:
-    workdir: the run's folder.
-    last_step: the restored step.
-    is_recorded: whether the run records a step.
-
-  Returns:
-    Lines for the user on damaged and on missing records.
+  Removes the records of later steps, and renames files that are not records. Returns lines for the
+  user on damaged records, and on missing ones of the steps that the run records.
   """
   lines = []
   folder = workdir / FOLDER
@@ -335,31 +324,29 @@ def _is_intact(file: Path) -> bool:
 def read_credit(file: Path) -> CreditRecord:
   """Reads a record that `write_credit` wrote."""
   try:
-    return _read(file)
-  except UserError:
-    raise
+    with np.load(io.BytesIO(file.read_bytes())) as stored:
+      arrays = dict(stored.items())
+    if (version := int(arrays.pop("format"))) == FORMAT:
+      return _record(arrays)
   except UNREADABLE as error:
     raise UserError(
       f"{str(file)!r} is damaged ({first_line(error)[:100]}); remove it and run the command again"
     ) from error
+  raise UserError(
+    f"{str(file)!r} has format {version}, but this version of gtpo_jax reads {FORMAT}; make the "
+    f"report with the version that trained the run, or remove the folder {FOLDER!r}"
+  )
 
 
-def _read(file: Path) -> CreditRecord:
-  with np.load(io.BytesIO(file.read_bytes())) as stored:
-    arrays = dict(stored.items())
-  if (version := int(arrays.pop("format"))) != FORMAT:
-    raise UserError(
-      f"{str(file)!r} has format {version}, but this version of gtpo_jax reads {FORMAT}; make the "
-      f"report with the version that trained the run, or remove the folder {FOLDER!r}"
-    )
+def _record(arrays: dict[str, Any]) -> CreditRecord:
+  """Returns the record of the arrays in a file."""
   width = int(arrays.pop("width"))
   texts = json.loads(arrays.pop("texts").tobytes())
   k, g = len(arrays["shown"]), arrays["lengths"].shape[1]
   texts.setdefault("stops", [[""] * g] * k)  # of runs before 0.2.0
   present = np.arange(width) < arrays["lengths"][..., None]
   arrays.setdefault("divergence", np.zeros_like(arrays["entropy"]))  # of runs before 0.2.0
-  for name in ("turn_reward", "turn_state", "score_norms", "value_gains"):  # of runs before 0.4.0
-    dtype = np.int32 if name == "turn_state" else np.float32
+  for name, dtype in OPTIONAL.items():
     arrays.setdefault(name, np.zeros(arrays["entropy"].shape, dtype))
   arrays.setdefault("parts", np.zeros((*arrays["lengths"].shape, 0), np.float32))
   arrays.setdefault("part_weights", np.zeros((len(arrays["lengths"]), 0), np.float32))

@@ -52,11 +52,8 @@ def segment_metrics(segments: Segments, advantages: np.ndarray) -> dict[str, flo
   The credit of a segment is the mean advantage of its tokens. `truth/mc_rank` is Kendall's rank
   correlation within completions, where the credit of whole completions is always 0, and
   `truth/mc_rank_group` that over all segments of the group. Gains are noisy, with the values'
-  standard error `truth/mc_error`, so even perfect credit does not reach 1.
-
-  Args:
-    segments: of a group.
-    advantages: f32[g, t], of the group.
+  standard error `truth/mc_error`, so even perfect credit does not reach 1. The advantages of the
+  group are f32[g, t].
   """
   gains, credit, completions = [], [], []
   for j, number in enumerate(segments.number):
@@ -88,10 +85,8 @@ def turn_metrics(truth: np.ndarray, advantages: np.ndarray, mask: np.ndarray) ->
   that it orders wrongly. `rank_episode` is the same within episodes, where the credit of whole
   completions is always 0. A metric without turns or pairs is NaN.
 
-  Args:
-    truth: f32[n, g, t], on the tokens of turns; NaN where it is unknown.
-    advantages: f32[n, g, t].
-    mask: bool[n, g, t], drawn tokens.
+  The truth is f32[n, g, t], NaN on tokens of turns where it is unknown, the advantages are
+  f32[n, g, t], and the mask bool[n, g, t] has the drawn tokens.
   """
   trained = (advantages != 0).any((1, 2))
   turns = turn_table(truth, advantages, mask)
@@ -161,11 +156,8 @@ def truth_metrics(
   leave out groups without any advantage. `truth/entropy/CLASS`, in nats, and `truth/right/CLASS`,
   the share of its tokens that are right, cover all groups. A metric without tokens is NaN.
 
-  Args:
-    codes: u8[n, g, t] from `token_truth`; 0 for tokens to leave out.
-    correct: bool[n, g].
-    advantages: f32[n, g, t].
-    entropy: f32[n, g, t], nats.
+  The codes are u8[n, g, t] from `token_truth`, 0 for tokens to leave out; correct is bool[n, g],
+  and the advantages and the entropy, in nats, are f32[n, g, t].
   """
   known = codes > 0
   trained = known & (advantages != 0).any((1, 2), keepdims=True)
@@ -195,10 +187,7 @@ def credit_scores(credit: np.ndarray, target: np.ndarray, mask: np.ndarray) -> d
   is favoured: `precision` is the share of the favoured tokens that are targets, and `recall` the
   share of the targets that are favoured. A score is NaN if its denominator is 0.
 
-  Args:
-    credit: f32[n, g, t].
-    target: bool[n, g, t].
-    mask: bool[n, g, t], the tokens to score.
+  The credit is f32[n, g, t]; the targets and the tokens to score, the mask, are bool[n, g, t].
   """
   t = mask.shape[-1]
   mask = mask.reshape(-1, t)
@@ -222,10 +211,7 @@ def auroc(x: np.ndarray, target: np.ndarray, mask: np.ndarray) -> float:
   Ties count one half. With one row, it is the area under the ROC curve; with several, the pairs
   are pooled over the rows. NaN if there is no pair.
 
-  Args:
-    x: f64[rows, t].
-    target: bool[rows, t].
-    mask: bool[rows, t], the entries to compare.
+  x is f64[rows, t]; the targets and the entries to compare, the mask, are bool[rows, t].
   """
   wins = 0.0
   pairs = 0

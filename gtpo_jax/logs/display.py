@@ -47,7 +47,10 @@ class Display:
 
   def __init__(self, enabled: bool = True, console: Console | None = None):
     self._console = console or Console(quiet=not enabled, highlight=False, soft_wrap=True)
-    self._panel = LivePanel(self._console)
+    self._live: Live | None = None  # the panel, while it is on the terminal
+    self._progress: Progress | None = None  # its bars
+    self._lines: list[Text] = []  # below the bars
+    self._notice = ""  # below the lines; it outlives the panel
     self._accuracies: deque[float] = deque(maxlen=SPARKLINE_STEPS)
     self._entropies: deque[float] = deque(maxlen=SPARKLINE_STEPS)
     self._started = time.perf_counter()
@@ -64,8 +67,8 @@ class Display:
     The panel also names the phase that the run is waiting for. Without a panel, the message goes
     to stderr.
     """
-    self._panel.notice = text
-    if not self._panel.is_shown:
+    self._notice = text
+    if not self._live:
       print_notice(text)
 
   def begin(self, name: str, total: int, done: int = 0) -> None:
@@ -74,7 +77,7 @@ class Display:
     self._total = total
     self._begun = (time.perf_counter(), done)
     if self._console.is_terminal:
-      self._bar = self._panel.start(name, total, done)
+      self._bar = self._start_panel(name, total, done)
 
   def advance(self, done: int, facts: Iterable[str], line: bool) -> None:
     """Updates the panel after a step.
@@ -86,28 +89,22 @@ class Display:
       line: whether to print the first of `facts` when the output is not a terminal. It is also
         printed if nothing was printed for `QUIET_S` seconds.
     """
-    first, *more = facts
-    if self._panel.is_shown:
-      self._panel.update(self._bar, done)
-      self._panel.show((first, *more))
+    facts = list(facts)
+    if self._live:
+      self._progress.update(self._bar, completed=done)
+      shown = (INDENT + fact.replace("\n", "\\n") for fact in facts)
+      self._lines = [Text(fact, no_wrap=True, overflow="ellipsis") for fact in shown]
     elif line or self._is_quiet():
       began, before = self._begun
-      self.say(first + _time_left(began, done - before, self._total - done))
+      self.say(facts[0] + _time_left(began, done - before, self._total - done))
 
   def step(self, step: int, metrics: Mapping[str, float], sample: Sample, line: bool) -> None:
-    """Shows the metrics of a training step and one of its completions.
-
-    Args:
-      step: completed steps.
-      metrics: the metrics of the step.
-      sample: one of its completions.
-      line: whether to print a line when the output is not a terminal.
-    """
+    """Shows the metrics of a training step and one of its completions; `line` as in `advance`."""
     entropy = metrics["entropy/mean"]
     accuracy = metrics["reward/accuracy"]
     self._entropies.append(entropy)
     self._accuracies.append(accuracy)
-    if self._panel.is_shown:
+    if self._live:
       width = self._console.width - len(INDENT)
       lines = panel_lines(metrics, [*self._accuracies], [*self._entropies], sample, width)
     else:
@@ -125,28 +122,27 @@ class Display:
     Yields:
       A function that takes how many of `total` are done.
     """
-    panel = self._panel
-    alone = not panel.is_shown
+    alone = not self._live
     bar = None
     if not alone:
-      bar = panel.add_bar(name, total)
+      bar = self._progress.add_task(name, total=total)
     elif self._console.is_terminal:
-      bar = panel.start(name, total)
+      bar = self._start_panel(name, total)
     began = time.perf_counter()
 
     def count(done: int) -> None:
       if bar is not None:
-        panel.update(bar, done)
+        self._progress.update(bar, completed=done)
       elif self._is_quiet() and done < total:
         self.say(f"{name}: {done} of {total}{_time_left(began, done, total - done)}")
 
     try:
       yield count
     finally:
-      if bar is not None and panel.is_shown:
-        panel.remove_bar(bar)
       if alone:
         self.end()
+      elif self._live:
+        self._progress.remove_task(bar)
 
   @contextlib.contextmanager
   def waiting(self, text: str, line: bool = True) -> Iterator[None]:
@@ -168,33 +164,16 @@ class Display:
 
   def end(self) -> None:
     """Removes the panel."""
-    self._panel.end()
+    if self._live:
+      self._live.stop()
+      self._live = None
+      self._lines = []
 
   def _is_quiet(self) -> bool:
     """Whether nothing was printed for a while."""
     return time.perf_counter() - self._spoke >= QUIET_S
 
-
-class LivePanel:
-  """Progress bars at the bottom of a terminal, and lines below them.
-
-  Attributes:
-    notice: a message that is shown below the lines; "" for none. It outlives the panel.
-  """
-
-  def __init__(self, console: Console):
-    self.notice = ""
-    self._console = console
-    self._live: Live | None = None
-    self._progress: Progress | None = None
-    self._lines: list[Text] = []
-
-  @property
-  def is_shown(self) -> bool:
-    """Whether the panel is on the terminal."""
-    return self._live is not None
-
-  def start(self, name: str, total: int, done: int = 0) -> TaskID:
+  def _start_panel(self, name: str, total: int, done: int = 0) -> TaskID:
     """Shows the panel with one progress bar, and returns the bar."""
     self._progress = Progress(
       TextColumn("{task.description}", markup=False),
@@ -204,7 +183,6 @@ class LivePanel:
       TextColumn("left"),
       console=self._console,
     )
-    bar = self.add_bar(name, total, done)
     self._live = Live(
       console=self._console,
       transient=True,
@@ -212,40 +190,17 @@ class LivePanel:
       refresh_per_second=4,
       get_renderable=self._render,
     )
+    bar = self._progress.add_task(name, total=total, completed=done)
     self._live.start()
     return bar
 
-  def add_bar(self, name: str, total: int, done: int = 0) -> TaskID:
-    """Adds a progress bar, and returns it."""
-    return self._progress.add_task(name, total=total, completed=done)
-
-  def update(self, bar: TaskID, done: int) -> None:
-    """Sets how much of a bar is done."""
-    self._progress.update(bar, completed=done)
-
-  def remove_bar(self, bar: TaskID) -> None:
-    """Removes a progress bar."""
-    self._progress.remove_task(bar)
-
-  def show(self, lines: Iterable[str]) -> None:
-    """Replaces the lines."""
-    self._lines = [
-      Text(INDENT + line.replace("\n", "\\n"), no_wrap=True, overflow="ellipsis") for line in lines
-    ]
-
-  def end(self) -> None:
-    """Removes the panel."""
-    if self._live:
-      self._live.stop()
-      self._live = None
-      self._lines = []
-
   def _render(self) -> Group:
     """Returns the present content of the panel; called for every refresh."""
-    notice = [Text(f"  {self.notice}", style="bold")] if self.notice else []
-    if notice and current_phase():
-      notice.append(Text(f"  waiting for: {current_phase()}", style="bold"))
-    return Group(self._progress, *self._lines, *notice)
+    notices = [self._notice] if self._notice else []
+    if notices and current_phase():
+      notices.append(f"waiting for: {current_phase()}")
+    bold = [Text(INDENT + notice, style="bold") for notice in notices]
+    return Group(self._progress, *self._lines, *bold)
 
 
 def _time_left(began: float, done: int, left: int) -> str:
@@ -279,12 +234,7 @@ def panel_lines(
 ) -> list[str]:
   """Returns the lines of the panel, none longer than `width`; only the sample is shortened.
 
-  Args:
-    metrics: the metrics of the step.
-    accuracies: the share of correct completions of the latest steps, the last one included.
-    entropies: the mean entropy of the same steps, in nats.
-    sample: one of the step's completions.
-    width: columns of the terminal.
+  The latest accuracies, and entropies in nats, include those of the step.
   """
   loss = metrics["loss"]
   values = [

@@ -78,10 +78,8 @@ class Journal:
   ) -> None:
     """Logs an evaluation of a step that has been logged.
 
-    Args:
-      step: the step.
-      summary: an `Evaluation.summary`, which has every metric at each k and the intervals.
-      metrics: the metrics that are added to the step in metrics.jsonl and in the trackers.
+    The summary, an `Evaluation.summary`, has every metric at each k and the intervals; `metrics`
+    are added to the step in metrics.jsonl and in the trackers.
     """
     if is_first_process():
       self.evaluations.append(step, summary)
@@ -96,15 +94,10 @@ class Journal:
     episode: Episode | None = None,
     answer: str = "",
   ) -> None:
-    """Appends one completion to samples.jsonl.
+    """Appends one completion to samples.jsonl, with the last message of its prompt.
 
-    Args:
-      step: the step.
-      prompt: the last message of the prompt.
-      completion: the text; with an environment, also its answers.
-      correct: None if there is no verdict.
-      episode: the record of the episode, with an environment.
-      answer: of the problem; written with an episode, whose environment may need it to play again.
+    With an environment, the text has its answers too, and the problem's answer is written with the
+    episode: the environment may need it to play again.
     """
     if is_first_process():
       row = {"step": step, "prompt": prompt, "completion": completion, "correct": correct}
@@ -174,11 +167,7 @@ class EvaluationLog:
     return broadcast_from_first(lambda: step in _steps(self._summaries) and complete())
 
   def lost(self, is_due: Callable[[int], bool]) -> list[int]:
-    """Returns the steps before the restored one whose evaluation a damaged file has lost.
-
-    Args:
-      is_due: whether the run evaluates a step.
-    """
+    """Returns the steps before the restored one whose evaluation a damaged file has lost."""
 
     def find() -> list[int]:
       logged = _steps(self._metrics)

@@ -49,17 +49,12 @@ def is_evaluation(row: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class LogFile:
-  """One log file.
+  """One log file."""
 
-  Attributes:
-    path: its path; the file need not exist.
-    is_valid: whether a JSON value is a row of the file. Lines with other values are damaged.
-    per_step: the number of rows that a step has at most.
-  """
-
-  path: Path
+  path: Path  # its path; the file need not exist
+  # whether a JSON value is a row of the file. Lines with other values are damaged
   is_valid: Callable[[Any], bool] = is_row
-  per_step: int = 1
+  per_step: int = 1  # the number of rows that a step has at most
 
   def rows(self) -> Iterator[Row]:
     """Yields the valid rows one at a time, so that a long file is never completely in memory."""
@@ -116,16 +111,12 @@ class LogFile:
   def _lines(self) -> Iterator[Row | None]:
     """Yields the row of each line that is not blank; None for a damaged line."""
     if self.path.is_file() or (is_remote(self.path) and self.path.is_dir()):
-      for line in read_lines(self.path):
-        if line.strip():
-          yield self._parse(line)
-
-  def _parse(self, line: bytes) -> Row | None:
-    try:
-      row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):  # from JSON or UTF-8
-      return None
-    return row if self.is_valid(row) else None
+      for line in filter(bytes.strip, read_lines(self.path)):
+        try:
+          row = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError):  # from JSON or UTF-8
+          row = None
+        yield row if self.is_valid(row) else None
 
 
 def _ends_with_newline(path: Path) -> bool:
@@ -153,21 +144,13 @@ def _in_order(rows: list[Row], per_step: int) -> Iterator[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Repair:
-  """The findings of `LogFile.repair`.
+  """The findings of `LogFile.repair`."""
 
-  Attributes:
-    name: the file's name.
-    steps: the steps that have a row, in order.
-    damaged: how many lines were damaged.
-    removed: the later steps whose rows were removed, in order.
-    aside: the name that a folder in the file's place got; "" if there was none.
-  """
-
-  name: str
-  steps: list[int]
-  damaged: int
-  removed: list[int]
-  aside: str = ""
+  name: str  # the file's name
+  steps: list[int]  # the steps that have a row, in order
+  damaged: int  # how many lines were damaged
+  removed: list[int]  # the later steps whose rows were removed, in order
+  aside: str = ""  # the name that a folder in the file's place got; "" if there was none
 
   def messages(self, expected: Iterable[int]) -> list[str]:
     """Returns lines for the user on the damage, and on the expected steps that have no row."""

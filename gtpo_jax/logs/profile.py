@@ -10,6 +10,8 @@ too.
 
 from __future__ import annotations
 
+import collections
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +20,10 @@ from etils import epath
 
 from gtpo_jax.runtime.distributed import is_first_process
 
+COMPILED = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
-_count = 0
-_found = 0
-_listening = False
+_events: collections.Counter[str] = collections.Counter()
 
 
 def compile_count() -> int:
@@ -30,17 +31,23 @@ def compile_count() -> int:
 
   The first call starts the count and returns 0. Programs fetched from the compile cache count too.
   """
-  global _listening
-  if not _listening:
-    jax.monitoring.register_event_duration_secs_listener(_on_duration)
-    jax.monitoring.register_event_listener(_on_event)
-    _listening = True
-  return _count
+  _listen()
+  return _events[COMPILED]
+
+
+@functools.cache
+def _listen() -> None:
+  def count(event: str, *_: object, **__: object) -> None:
+    _events[event] += 1
+
+  jax.monitoring.register_event_duration_secs_listener(count)
+  jax.monitoring.register_event_listener(count)
 
 
 def describe_compiles() -> str:
   """Returns one line: how many programs were found in the compile cache, and how many compiled."""
-  return f"{compile_count()} programs are ready: {_found} found, {_count - _found} compiled"
+  count, found = compile_count(), _events[CACHE_HIT]
+  return f"{count} programs are ready: {found} found, {count - found} compiled"
 
 
 def describe_compile_cache() -> str:
@@ -50,16 +57,6 @@ def describe_compile_cache() -> str:
     return "compiled programs are not kept: this mesh does not use the compile cache"
   stored = sum(1 for _ in epath.Path(folder).glob("*-cache"))
   return f"the compile cache {folder} has {stored} programs, of this run and of others"
-
-
-def _on_duration(event: str, *_: object, **__: object) -> None:
-  global _count
-  _count += event == "/jax/core/compile/backend_compile_duration"
-
-
-def _on_event(event: str, *_: object, **__: object) -> None:
-  global _found
-  _found += event == CACHE_HIT
 
 
 def trace_window(window: tuple[int, int] | None, steps: range, folder: Path) -> Iterator[int]:
@@ -77,9 +74,9 @@ def trace_window(window: tuple[int, int] | None, steps: range, folder: Path) -> 
   try:
     for step in steps:
       if not tracing and first <= step + 1 <= last:
-        jax.profiler.start_trace(
-          str(folder), create_perfetto_trace=True, profiler_options=_options()
-        )
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # calls of Python would hide our annotations
+        jax.profiler.start_trace(str(folder), create_perfetto_trace=True, profiler_options=options)
         tracing = True
       with jax.profiler.StepTraceAnnotation("step", step_num=step + 1):
         yield step
@@ -89,10 +86,3 @@ def trace_window(window: tuple[int, int] | None, steps: range, folder: Path) -> 
   finally:
     if tracing:
       jax.profiler.stop_trace()
-
-
-def _options() -> jax.profiler.ProfileOptions:
-  """Returns options without Python call tracing, which would hide our annotations."""
-  options = jax.profiler.ProfileOptions()
-  options.python_tracer_level = 0
-  return options

@@ -118,11 +118,7 @@ class Spool(Logs):
 
 @contextlib.contextmanager
 def open_logs(workdir: epath.Path) -> Iterator[Logs]:
-  """Yields where this process writes its log files; only the first process of a run writes any.
-
-  Raises:
-    RunError: the workdir is in an object store that cannot be read, or at the end not written to.
-  """
+  """Yields where this process writes its log files; only the first process of a run writes any."""
   if not (is_remote(workdir) and is_first_process()):
     yield Logs(workdir)
     return

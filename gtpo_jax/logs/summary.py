@@ -122,15 +122,9 @@ def evaluated_accuracy(row: Row) -> float | None:
 def describe_evaluation(
   config: Config, step: int, metrics: Mapping[str, float], label: str, problems: int, seconds: float
 ) -> str:
-  """Returns one line about an evaluation.
+  """Returns one line about an evaluation after `step` steps, of as many problems.
 
-  Args:
-    config: the run's config.
-    step: completed steps; 0 is the base model.
-    metrics: from `Evaluation.metrics`.
-    label: the evaluation's name in metrics.
-    problems: how many problems were evaluated.
-    seconds: how long it took.
+  `metrics` is from `Evaluation.metrics`, where the evaluation has the name `label`.
   """
   samples = config.eval.samples
   value = lambda key: metrics[f"eval/{label}/{key}"]
@@ -178,11 +172,7 @@ def summarize(
 ) -> str:
   """Returns one line with the time that a run took and, if evaluated, its gain in accuracy.
 
-  Args:
-    config: the run's config.
-    rows: metrics.jsonl.
-    settings: by step, the settings of each evaluation. Only evaluations with equal settings are
-      compared.
+  Only evaluations with equal settings, which are given by step, are compared.
   """
   name = config.algorithm.name
   seconds = sum(row.get("time/step", 0.0) for row in rows)
@@ -207,12 +197,7 @@ def summarize(
 def without_other_evaluations(
   rows: Sequence[Row], settings: Mapping[int, Mapping[str, Any] | None]
 ) -> list[Row]:
-  """Returns rows without the evaluations whose settings differ from the last one's.
-
-  Args:
-    rows: metrics.jsonl.
-    settings: by step, the settings of each evaluation.
-  """
+  """Returns rows without the evaluations whose settings, by step, differ from the last one's."""
   last = settings.get(max(settings, default=0))
   others = {step for step, of_step in settings.items() if of_step != last}
   is_kept = lambda row, key: row["step"] not in others or not key.startswith("eval/")

@@ -24,14 +24,11 @@ def visible(text: str, keep: str = "") -> str:
     text: text from a model or a file.
     keep: characters that are not replaced.
   """
-  return "".join(char if char in keep else _symbol(char) for char in text)
 
+  def symbol(char: str) -> str:
+    if char < " " and char not in SYMBOLS:
+      return chr(0x2400 + ord(char))  # Unicode's control pictures
+    is_hidden = unicodedata.category(char) in HIDDEN_CATEGORIES
+    return SYMBOLS.get(char) or (f"‹U+{ord(char):04X}›" if is_hidden else char)
 
-def _symbol(char: str) -> str:
-  if char in SYMBOLS:
-    return SYMBOLS[char]
-  if char < " ":
-    return chr(0x2400 + ord(char))  # Unicode's control pictures
-  if unicodedata.category(char) in HIDDEN_CATEGORIES:
-    return f"‹U+{ord(char):04X}›"
-  return char
+  return "".join(char if char in keep else symbol(char) for char in text)

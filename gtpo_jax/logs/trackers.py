@@ -115,10 +115,11 @@ class _Run:
   without it.
   """
 
-  def __init__(self, setting: str, library: str, say: Callable[[str], None]):
-    """Args: how messages name the setting and the library; `say` shows a message."""
+  def __init__(self, setting: str, library: str, module: Any, say: Callable[[str], None]):
+    """Args: how messages name the setting and the library; its module; `say` shows a message."""
     self._setting = setting
     self._library = library
+    self._module = module
     self._say = say
     self._failed = False
     self._samples: list[tuple[int, str, str, bool | None]] = []
@@ -134,13 +135,19 @@ class _Run:
         f"leave {empty} empty, then run the same command again"
       ) from error
 
-  def _log(self, step: int, logged: dict[str, Any], samples: list[Any]) -> None:
+  def _log(self, step: int, logged: dict[str, Any]) -> None:
     raise NotImplementedError
 
   def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
     """See `Tracker`."""
-    evaluated = any(name.startswith("eval/") for name in metrics)
-    self._attempt(lambda: self._log(step, finite(metrics), self._samples if evaluated else []))
+
+    def log() -> None:
+      logged: dict[str, Any] = finite(metrics)
+      if self._samples and any(name.startswith("eval/") for name in metrics):
+        logged["samples"] = self._module.Table(columns=SAMPLE_COLUMNS, data=self._samples)
+      self._log(step, logged)
+
+    self._attempt(log)
 
   def log_sample(self, step: int, prompt: str, completion: str, correct: bool | None) -> None:
     """See `Tracker`. Keeps only the samples of the newest step."""
@@ -181,8 +188,7 @@ class WeightsAndBiases(_Run):
     """Starts or resumes the run."""
     import wandb
 
-    super().__init__(f"log.wandb = {config.log.wandb!r}", "W&B", say)
-    self._wandb = wandb
+    super().__init__(f"log.wandb = {config.log.wandb!r}", "W&B", wandb, say)
     id_file = workdir / "wandb_id"
     start = lambda: wandb.init(
       project=config.log.wandb,
@@ -197,13 +203,11 @@ class WeightsAndBiases(_Run):
     id_file.write_text(self._run.id)
     self._run.define_metric("*", step_metric="step")
 
-  def _log(self, step: int, logged: dict[str, Any], samples: list[Any]) -> None:
-    if samples:
-      logged["samples"] = self._wandb.Table(columns=SAMPLE_COLUMNS, data=samples)
+  def _log(self, step: int, logged: dict[str, Any]) -> None:
     self._run.log({"step": step, **logged})
 
   def _teardown(self) -> None:
-    self._wandb.teardown()
+    self._module.teardown()
 
 
 class Trackio(_Run):
@@ -216,8 +220,7 @@ class Trackio(_Run):
     """Starts or resumes the run."""
     import trackio
 
-    super().__init__(f"log.trackio = {config.log.trackio!r}", "Trackio", say)
-    self._trackio = trackio
+    super().__init__(f"log.trackio = {config.log.trackio!r}", "Trackio", trackio, say)
     id_file = workdir / "trackio_id"
     run_id = _read_id(id_file) or uuid.uuid4().hex[:8]
     with contextlib.redirect_stdout(io.StringIO()):  # it prints several lines
@@ -237,15 +240,13 @@ class Trackio(_Run):
       f"--project {shlex.quote(config.log.trackio)}"
     )
 
-  def _log(self, step: int, logged: dict[str, Any], samples: list[Any]) -> None:
-    if samples:
-      logged["samples"] = self._trackio.Table(columns=SAMPLE_COLUMNS, data=samples)
+  def _log(self, step: int, logged: dict[str, Any]) -> None:
     self._run.log(logged, step=step)
 
   def close(self) -> None:
     """See `Tracker`."""
     with contextlib.redirect_stdout(io.StringIO()):
-      self._attempt(self._trackio.finish)
+      self._attempt(self._module.finish)
 
 
 def _read_id(file: Path) -> str | None:

@@ -53,35 +53,24 @@ def of_class(codes: np.ndarray, name: str) -> np.ndarray:
 
 
 class Segments(NamedTuple):
-  """What the segments of a group's completions gain in value, measured by continuations.
+  """What the segments of a group's completions gain in value, measured by continuations."""
 
-  Attributes:
-    group: the index of the group in its batch.
-    number: i32[g, t], the number of the segment of each token, from 0; -1 on others.
-    gain: f32[g, t], the value after its segment minus the value before it; NaN if unknown.
-    error: the mean standard error of the values.
-    tokens: the tokens that were drawn.
-  """
-
-  group: int
-  number: np.ndarray
+  group: int  # the index of the group in its batch
+  number: np.ndarray  # i32[g, t], the number of the segment of each token, from 0; -1 on others
+  # f32[g, t], the value after its segment minus the value before it; NaN if unknown
   gain: np.ndarray
-  error: float
-  tokens: int
+  error: float  # the mean standard error of the values
+  tokens: int  # the tokens that were drawn
 
 
 class BatchTruth(NamedTuple):
-  """The truth of a batch, on the host.
+  """The truth of a batch, on the host."""
 
-  Attributes:
-    tokens: u8[n, g, t], the tokens' codes; None if no problem of the batch knows them.
-    turns: f32[n, g, t] by player, the true advantages of turns; only the players for whom some are
-      known.
-    segments: what segments of one group gain in value; None if that was not measured.
-  """
-
+  # u8[n, g, t], the tokens' codes; None if no problem of the batch knows them
   tokens: np.ndarray | None
+  # f32[n, g, t] by player, the true advantages of turns; only the players for whom some are known
   turns: Mapping[str, np.ndarray]
+  # what segments of one group gain in value; None if that was not measured
   segments: Segments | None = None
 
 
@@ -115,17 +104,6 @@ def segment_truth(
   """Measures what segments of the group with the most mixed verdicts gain in value.
 
   Completions are cut before uncertain tokens, into `MOST_SEGMENTS` segments at most.
-
-  Args:
-    config: the run's config.
-    batch: of a step.
-    worker: sampled it.
-    reward_manager: scores continuations.
-    params: of the policy that sampled it.
-    stopping: called after each chunk of tokens.
-
-  Raises:
-    Stopped: `stopping` returned True.
   """
   correct, scored = batch.correct, batch.scored
   index = int(np.argmax(np.minimum((correct & scored).sum(1), (~correct & scored).sum(1))))
@@ -167,12 +145,8 @@ def token_truth(
   A token of several characters takes the strongest of their marks. A stop token is inert. The truth
   of tokens that were not drawn is unknown.
 
-  Args:
-    groups: n groups.
-    t: completion positions.
-    chat: decodes single tokens.
-    own_verifier: whether a function of the user decides, instead of the verifier for the problem's
-      kind. Then only a problem's column `truth` has marks.
+  If a function of the user decides (`own_verifier`), instead of the verifier for the problem's
+  kind, only a problem's column `truth` has marks.
   """
   kind_of = lambda problem: "" if own_verifier else problem.kind
   if not any(knows_truth(kind_of(x.problem), x.problem.extra) for x in groups):
@@ -220,11 +194,8 @@ def turn_truth(
   They are on all tokens of a turn, and NaN elsewhere and where they are unknown. Players for whom
   all are unknown are left out.
 
-  Args:
-    mask: bool[n, g, t], the tokens that were drawn.
-    rows: n rows of the data.
-    episodes: [n][g]; None for a group without episodes.
-    rules: of the run's episodes; None without any.
+  Episodes, of n rows of the data, are None for a group without any; the mask bool[n, g, t] has the
+  tokens that were drawn.
   """
   played = [i for i, group in enumerate(episodes) if group]
   if not played or rules is None:

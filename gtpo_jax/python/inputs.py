@@ -13,9 +13,10 @@ from ml_collections import ConfigDict
 
 from gtpo_jax.config import Config, EnvSection, freeze
 from gtpo_jax.config.read_settings import check_settings
-from gtpo_jax.data.demonstration_rows import demonstrations_of
+from gtpo_jax.data.demonstration_rows import load_demonstrations
+from gtpo_jax.data.readers import RECORDS
 from gtpo_jax.data.records import Problem
-from gtpo_jax.data.sources import RECORDS, Loaded, hold_out, load_records, needs_of
+from gtpo_jax.data.sources import Loaded, hold_out, load_records, needs_of
 from gtpo_jax.environments.environment import Maker
 from gtpo_jax.rewards import gold_check
 from gtpo_jax.rollout.scoring.functions import (
@@ -110,7 +111,7 @@ def resolve_inputs(
   warm_start = config.warm_start
   if demonstrations is not None:
     columns = config.warm_start.columns
-    loaded = demonstrations_of(demonstrations, "demonstrations", columns, section.bad_rows)
+    loaded = load_demonstrations("demonstrations", columns, section.bad_rows, demonstrations)
     name = f"{_name(loaded.problems)}:demonstrations"
     records[name] = loaded
     warm_start = dataclasses.replace(warm_start, data=name)

@@ -70,20 +70,8 @@ def run_code(
   Raises:
     UserError: no sandbox is available, and allow_unsandboxed is not set.
   """
-  secret = secrets.token_hex(16)
-  private = marshal.dumps((secret, tests))
-  try:
-    result = run_inside(
-      _inside_code(),
-      (program, True),
-      private,
-      timeout_s=timeout_s,
-      memory_mb=memory_mb,
-      allow_unsandboxed=allow_unsandboxed,
-    )
-  except OSError as error:
-    return _not_started(error)
-  return _verdict(result, secret)
+  limits = {"timeout_s": timeout_s, "memory_mb": memory_mb, "allow_unsandboxed": allow_unsandboxed}
+  return _run(program, tests, None, limits)[0]
 
 
 def run_stdin(
@@ -101,22 +89,9 @@ def run_stdin(
   around each line is ignored. The comparison happens outside the sandbox, where the program cannot
   affect it. See `run_code` for the other arguments and the errors.
   """
-  secret = secrets.token_hex(16)
-  private = marshal.dumps((secret, ""))
-  try:
-    result = run_inside(
-      _inside_code(),
-      (program, False),
-      private,
-      stdin=stdin.encode("utf-8", "replace"),
-      timeout_s=timeout_s,
-      memory_mb=memory_mb,
-      allow_unsandboxed=allow_unsandboxed,
-    )
-  except OSError as error:
-    return _not_started(error)
-  verdict = _verdict(result, secret)
-  stderr = result.stderr.decode("utf-8", "replace").strip()
+  limits = {"timeout_s": timeout_s, "memory_mb": memory_mb, "allow_unsandboxed": allow_unsandboxed}
+  verdict, result = _run(program, "", stdin, limits)
+  stderr = result.stderr.decode("utf-8", "replace").strip() if result else ""
   if verdict.reason.startswith("error") and stderr:
     raised = stderr.splitlines()[-1][:REASON_KEPT]
     kind = "memory" if raised.startswith("MemoryError") else "error"
@@ -131,9 +106,21 @@ def _lines(text: str) -> list[str]:
   return [line.strip(" \t\r") for line in text.strip(" \t\r\n").split("\n")]
 
 
-def _not_started(error: OSError) -> CodeVerdict:
-  """Returns the verdict for a run that could not start, for example because the disk is full."""
-  return CodeVerdict(None, f"no verdict: {error}")
+def _run(
+  program: str, tests: str, stdin: str | None, limits: dict[str, Any]
+) -> tuple[CodeVerdict, RunResult | None]:
+  """Runs a program under tests, or as `__main__` on `stdin`, and returns how the run ended too.
+
+  A run that cannot start, for example because the disk is full, has no verdict.
+  """
+  secret = secrets.token_hex(16)
+  private = marshal.dumps((secret, tests))
+  data = (stdin or "").encode("utf-8", "replace")
+  try:
+    result = run_inside(_inside_code(), (program, stdin is None), private, stdin=data, **limits)
+  except OSError as error:
+    return CodeVerdict(None, f"no verdict: {error}"), None
+  return _verdict(result, secret), result
 
 
 def _verdict(result: RunResult, secret: str) -> CodeVerdict:

@@ -27,15 +27,10 @@ _STOPS = " \t\r\n*。．.！"  # without the sign of factorials
 
 
 class Marked(NamedTuple):
-  """An answer that a text marks.
+  """An answer that a text marks."""
 
-  Attributes:
-    text: what is in the mark, or after it on its line.
-    is_whole: whether the text is the answer itself, and not perhaps a sentence around it.
-  """
-
-  text: str
-  is_whole: bool
+  text: str  # what is in the mark, or after it on its line
+  is_whole: bool  # whether the text is the answer itself, and not perhaps a sentence around it
 
 
 def after_thinking(text: str) -> str:

@@ -192,7 +192,7 @@ def _input_output(extra: Extra) -> None:
     raise ValueError(f"has an input_output with {len(inputs)} inputs and {len(outputs)} outputs")
   if name := cases.get("fn_name"):
     _check_calls(name, inputs, outputs)
-  elif not all(map(_is_lines, (*inputs, *outputs))):
+  elif not all(isinstance(line, str) for value in (*inputs, *outputs) for line in _lines(value)):
     raise ValueError("has an input_output whose inputs and outputs are not text")
   elif not any("".join(output).strip() for output in outputs):
     raise ValueError("has an input_output whose outputs are all empty, which any program prints")
@@ -315,10 +315,9 @@ def _source(text: Any, name: str) -> None:
   text.encode()  # half of a surrogate pair raises UnicodeEncodeError, a ValueError
 
 
-def _is_lines(value: Any) -> bool:
-  """Whether a value is the text of a standard stream, or a list of its lines."""
-  lines = [value] if isinstance(value, str) else value
-  return isinstance(lines, list | tuple) and all(isinstance(line, str) for line in lines)
+def _lines(value: Any) -> Sequence[Any]:
+  """Returns the lines of a standard stream, which a value is or lists."""
+  return value if isinstance(value, list | tuple) else [value]
 
 
 # By the first key of each format of tests (`NEEDS`): a function that checks the format.

@@ -11,23 +11,14 @@ from typing import NamedTuple
 
 
 class Language(NamedTuple):
-  """The words of a language, separated by bars as in regular expressions, in Unicode's form NFC.
+  """The words of a language, separated by bars as in regular expressions, in Unicode's form NFC."""
 
-  Attributes:
-    answers: what an answer is called, as in "The answer is 7".
-    copulas: what stands between that and the answer, besides a colon.
-    options: what a choice is called, as in "option B".
-    endings: what may follow the answer in a sentence.
-    spaced: whether spaces separate words.
-    between: how many words may stand between the answer's name and a colon.
-  """
-
-  answers: str
-  copulas: str
-  options: str = ""
-  endings: str = ""
-  spaced: bool = True
-  between: int = 2
+  answers: str  # what an answer is called, as in "The answer is 7"
+  copulas: str  # what stands between that and the answer, besides a colon
+  options: str = ""  # what a choice is called, as in "option B"
+  endings: str = ""  # what may follow the answer in a sentence
+  spaced: bool = True  # whether spaces separate words
+  between: int = 2  # how many words may stand between the answer's name and a colon
 
 
 _WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))

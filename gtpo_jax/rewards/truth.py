@@ -137,16 +137,11 @@ def _value_end(text: str, start: int, right: str) -> tuple[int, bool]:
   value = _VALUE.match(text, start)
   if not value:
     return start, False
-  return value.end(), _same_number(value[0], right)
-
-
-def _same_number(a: str, b: str) -> bool:
-  if max(len(a), len(b)) > MAX_VALUE_CHARS:
-    return False
-  first, second = read(a)[1], read(b)[1]
-  if not isinstance(first, Number) or not isinstance(second, Number):
-    return False
-  return same(first, second) is True
+  if max(len(value[0]), len(right)) > MAX_VALUE_CHARS:
+    return value.end(), False
+  numbers = [read(text)[1] for text in (value[0], right)]
+  are_numbers = all(isinstance(number, Number) for number in numbers)
+  return value.end(), are_numbers and same(*numbers) is True
 
 
 def _sum_marks(prompt: str, completion: str, answer: str, extra: Extra) -> str | None:

@@ -210,13 +210,12 @@ def verify(kind: str, completions: Texts, answers: Texts, extras: Extras) -> Ver
   return VERIFIERS[kind](completions, answers, extras, Options())
 
 
-def _boxed(prompts: Texts, completions: Texts, answers: Texts, extras: Extras) -> list[float]:
-  return [float("\\boxed{" in text) for text in completions]
-
-
-def _answer_line(prompts: Texts, completions: Texts, answers: Texts, extras: Extras) -> list[float]:
-  return [float("answer:" in text.lower() and extract(text) is not None) for text in completions]
+def _format(has_it: Callable[[str], bool]) -> RewardPart:
+  return lambda prompts, completions, answers, extras: [float(has_it(x)) for x in completions]
 
 
 # By name: format rewards, which are 1 if the completion has the format and 0 if not.
-PARTS: dict[str, RewardPart] = {"boxed": _boxed, "answer_line": _answer_line}
+PARTS: dict[str, RewardPart] = {
+  "boxed": _format(lambda text: "\\boxed{" in text),
+  "answer_line": _format(lambda text: "answer:" in text.lower() and extract(text) is not None),
+}

@@ -40,16 +40,12 @@ def _canonical(value: Value) -> Value:
   return value
 
 
-def _entire_text(completion: str) -> str | None:
-  return completion.strip() or None
-
-
 # By `Problem.kind`: the function that maps a completion to its answer, or to None if it abstains.
 # Kinds without an entry have no majority vote. "code" has none, since two programs are rarely equal
 # as text, and only tests could show that they behave the same.
 VOTES: dict[str, Callable[[str], Hashable | None]] = {
   "last_number": last_number,
-  "countdown": _entire_text,
+  "countdown": lambda completion: completion.strip() or None,
   "forks": forks_digits,
   "exact": exact_vote,
   "choice": choice_vote,

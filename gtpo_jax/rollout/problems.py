@@ -11,16 +11,9 @@ from pathlib import Path
 from gtpo_jax.config import Config
 from gtpo_jax.data.layouts import SHOWN_COLUMNS
 from gtpo_jax.data.pipeline import fixed_sample
+from gtpo_jax.data.readers import RECORDS
 from gtpo_jax.data.records import Problem, Problems
-from gtpo_jax.data.sources import (
-  RECORDS,
-  Check,
-  Loaded,
-  hold_out,
-  load_source,
-  needs_of,
-  too_many_bad,
-)
+from gtpo_jax.data.sources import Check, Loaded, hold_out, load_source, needs_of, too_many_bad
 from gtpo_jax.data.tasks import TASKS, TaskPart, make_task
 from gtpo_jax.rewards import gold_check, sandbox_problem
 from gtpo_jax.rollout.worker import RolloutWorker

@@ -464,12 +464,8 @@ def exit_reason(pid: int, peer: Peer, by_tests: bool) -> str:
 def main(report: int, payload: int, private_at: int, program: str, by_tests: bool) -> None:
   """Forks the program's process, and only then reads the secret and the tests.
 
-  Args:
-    report: descriptor of the pipe for the verdict.
-    payload: descriptor of the file whose private part starts at `private_at`.
-    private_at: offset in bytes.
-    program: text of the program.
-    by_tests: whether tests call the program; if not, it runs as `__main__`.
+  The verdict goes to the pipe `report`; the private part of the file `payload` starts at
+  `private_at`. Without tests that call it, the program runs as `__main__`.
   """
   import marshal
 

@@ -39,9 +39,6 @@ def root_filesystem() -> Path:
 
   The folder is removed at exit. A copy is needed because the sandbox's unprivileged user cannot
   read files in the home of a trainer that runs as root. Also, one mount is faster than forty.
-
-  Raises:
-    OSError: a file cannot be copied.
   """
   _remove_stale()
   root = Path(tempfile.mkdtemp(prefix=PREFIX))

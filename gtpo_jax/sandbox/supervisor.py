@@ -70,12 +70,8 @@ def watch(
 
   Then kills the process and reads the rest of the pipes.
 
-  Args:
-    process: the run, with pipes as stdout and stderr.
-    report: read end of the pipe that the trusted code reports to.
-    timeout_s: wall-clock seconds, counted from the ready message.
-    memory_mb: MiB of private resident memory of the process and its descendants.
-    sandboxed: whether the run is in a sandbox. If not, its process group is killed with it.
+  The time counts from the ready message. The memory is the private resident memory of the process
+  and its descendants. Outside a sandbox, the process group is killed too.
   """
   received = {report: bytearray(), process.stdout: bytearray(), process.stderr: bytearray()}
   ended_by = ""

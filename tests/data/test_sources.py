@@ -10,7 +10,8 @@ import pytest
 
 from gtpo_jax.data import readers
 from gtpo_jax.data.layouts import parse_fields
-from gtpo_jax.data.sources import is_source, load_records, load_source
+from gtpo_jax.data.readers import is_source
+from gtpo_jax.data.sources import load_records, load_source
 from gtpo_jax.rewards import check_gold
 from gtpo_jax.runtime.errors import UserError
 

@@ -9,6 +9,7 @@ import pytest
 
 from gtpo_jax.environments import workers as module
 from gtpo_jax.environments.workers import Workers
+from gtpo_jax.runtime import event_loop
 from gtpo_jax.runtime.errors import FunctionError, RunError
 
 LONG_S = 30.0
@@ -122,7 +123,7 @@ def test_async_calls_are_cancelled():
 
 
 def test_a_blocked_event_loop_is_replaced(monkeypatch):
-  monkeypatch.setattr(module, "LOOP_CHECK_S", 0.05)
+  monkeypatch.setattr(event_loop, "LOOP_CHECK_S", 0.05)
   workers = Workers(2)
   release = threading.Event()
 

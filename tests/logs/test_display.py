@@ -82,9 +82,9 @@ def test_a_stop_request_is_shown_with_what_is_awaited():
     with phase("update"):
       display.notice("stopping")
       display.step(3, METRICS, SAMPLE, line=True)
-      display._panel._live.refresh()
+      display._live.refresh()
     with phase("saving"):
-      display._panel._live.refresh()
+      display._live.refresh()
     display.end()
 
   text = printed(True, stop)
@@ -102,8 +102,8 @@ def count(display):
   with display.counting("evaluated completions", 40) as done:
     for i in (0, 10, 20, 40):
       done(i)
-    if display._panel._live:
-      display._panel._live.refresh()
+    if display._live:
+      display._live.refresh()
 
 
 def test_a_part_of_a_run_counts_up_on_a_terminal():
@@ -147,7 +147,7 @@ def test_no_value_is_cut_at_any_width(width):
     display.begin("gtpo", total=200)
     for step in range(1, 41):
       display.step(step, METRICS, ("a long prompt " * 10, "a long completion " * 10, False), False)
-    display._panel._live.refresh()
+    display._live.refresh()
     display.end()
 
   text = printed(True, long_run, width=width)

@@ -9,7 +9,7 @@ import pytest
 
 import gtpo_jax
 from gtpo_jax.config import freeze
-from gtpo_jax.data.demonstration_rows import demonstrations_of, load_demonstrations
+from gtpo_jax.data.demonstration_rows import load_demonstrations
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop.warm_start import demonstrations, make_teacher
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -32,7 +32,7 @@ def config_of(**warm_start):
 
 
 def teacher_of(rows, config):
-  loaded = demonstrations_of(rows, "mine", config.warm_start.columns, config.data.bad_rows)
+  loaded = load_demonstrations("mine", config.warm_start.columns, config.data.bad_rows, rows)
   said = []
   worker = RolloutWorker(config)
   teacher = make_teacher(config, worker, said.append, {"records:mine": loaded})

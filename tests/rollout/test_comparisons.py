@@ -10,7 +10,7 @@ from judge_server import serving
 from test_judging import managing
 
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.rewards.judge.grades import pairs_of, win_rates
+from gtpo_jax.rewards.judge.judge import pairs_of, win_rates
 from gtpo_jax.rollout.scoring.pending import PendingRewards
 
 COMPARES = {

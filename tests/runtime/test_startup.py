@@ -186,12 +186,12 @@ def test_programs_are_written_to_the_workdir_and_found_there(default_cache, monk
   place_compile_cache(default_cache / "run")
   program = lambda x: jax.numpy.sin(x) @ jax.numpy.cos(x.T)
   compile_count()
-  found = profile._found
+  found = profile._events[profile.CACHE_HIT]
   jax.jit(program)(np.ones((3, 5)))
   assert list((default_cache / "run" / "compile_cache").glob("*-cache"))
   jax.clear_caches()
   jax.jit(program)(np.ones((3, 5)))
-  assert profile._found == found + 1
+  assert profile._events[profile.CACHE_HIT] == found + 1
   assert describe_compile_cache().startswith(
     f"the compile cache {default_cache}/run/compile_cache "
   )

@@ -28,37 +28,20 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+?)(\d*)(?:e\w+)?\[([\d,]*)\]")
 
 
 class Collective(NamedTuple):
-  """The bytes that one collective of a program sends in all its iterations.
+  """The bytes that one collective of a program sends in all its iterations."""
 
-  Attributes:
-    kind: for example "all-gather".
-    sent: bytes that one device sends.
-    group: indices of the devices that take part together with the first one; () if unknown.
-  """
-
-  kind: str
-  sent: float
+  kind: str  # for example "all-gather"
+  sent: float  # bytes that one device sends
+  # indices of the devices that take part together with the first one; () if unknown
   group: tuple[int, ...]
-
-
-def collective_bytes(hlo: str) -> dict[str, int]:
-  """Returns the bytes that one device sends in one run of a program, by kind of collective."""
-  total: dict[str, float] = {}
-  for collective in collectives(hlo):
-    total[collective.kind] = total.get(collective.kind, 0) + collective.sent
-  return {kind: round(sent) for kind, sent in total.items()}
 
 
 def send_seconds(program: Sequence[Collective], chip: Chip, nodes: Sequence[int]) -> float:
   """Returns the least time that a device takes to send a program's collectives.
 
   Within a node, all links are used. Between nodes, a collective uses the network of every member
-  that a node has of its group. The two overlap.
-
-  Args:
-    program: the collectives of the program.
-    chip: its links and network.
-    nodes: the index of each device's node, in the order of the mesh.
+  that a node has of its group. The two overlap. `nodes` has the index of each device's node, in
+  the order of the mesh.
   """
   within = 0.0
   between = 0.0

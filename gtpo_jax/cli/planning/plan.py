@@ -102,21 +102,13 @@ def _flags(override: dict[str, Any]) -> str:
 
 
 class Trial(NamedTuple):
-  """A change that was compiled.
+  """A change that was compiled."""
 
-  Attributes:
-    override: config values by dotted name.
-    program: the first program that does not fit, or the largest one if all do.
-    peak: its bytes on one device.
-    fits: whether all fit.
-    programs: the programs of the run with the change, of which those are compiled.
-  """
-
-  override: dict[str, Any]
-  program: str
-  peak: int
-  fits: bool
-  programs: RunPrograms
+  override: dict[str, Any]  # config values by dotted name
+  program: str  # the first program that does not fit, or the largest one if all do
+  peak: int  # its bytes on one device
+  fits: bool  # whether all fit
+  programs: RunPrograms  # the programs of the run with the change, of which those are compiled
 
 
 def _search(

@@ -44,20 +44,13 @@ from gtpo_jax.training.state import abstract_state, make_optimizer
 
 
 class CompiledProgram(NamedTuple):
-  """The largest program of one kind, compiled.
+  """The largest program of one kind, compiled."""
 
-  Attributes:
-    name: for example "update" or "evaluation: decode".
-    peak: bytes on one device while it runs, including everything else that is in memory then.
-    count: the number of programs of this kind, for other shapes, that a run may compile.
-    seconds: the time it took to compile.
-    executable: the program; None if the compiler ran out of device memory.
-  """
-
-  name: str
-  peak: int
-  count: int
-  seconds: float
+  name: str  # for example "update" or "evaluation: decode"
+  peak: int  # bytes on one device while it runs, including everything else that is in memory then
+  count: int  # the number of programs of this kind, for other shapes, that a run may compile
+  seconds: float  # the time it took to compile
+  # the program; None if the compiler ran out of device memory
   executable: jax.stages.Compiled | None
 
 
@@ -328,13 +321,9 @@ def compile_with_peak(
 ) -> tuple[int, jax.stages.Compiled | None]:
   """Compiles a program for devices that need not be present.
 
-  Args:
-    lowered: the program.
-    arguments: its abstract arguments that are in device memory.
-
-  Returns:
-    The peak bytes on one device, including the arguments, and the program. If compilation fails for
-    lack of memory, the program is None, and the bytes are those that the compiler reports.
+  Returns the peak bytes on one device, including the arguments in device memory, and the program.
+  If compilation fails for lack of memory, the program is None, and the bytes are those that the
+  compiler reports.
   """
   devices = list(jax.tree.leaves(arguments)[0].sharding.device_set)
   try:

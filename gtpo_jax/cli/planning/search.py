@@ -32,19 +32,12 @@ IMPERFECT_OVERLAP = 0.25  # the part of sending that computing does not hide
 
 
 class Candidate(NamedTuple):
-  """Overrides for a run, and estimates of their costs.
+  """Overrides for a run, and estimates of their costs."""
 
-  Attributes:
-    override: config values by dotted name.
-    update: bytes of the update on one device.
-    sampling: the fewest bytes of sampling on one device.
-    seconds: of a step.
-  """
-
-  override: dict[str, Any]
-  update: float
-  sampling: float
-  seconds: float
+  override: dict[str, Any]  # config values by dotted name
+  update: float  # bytes of the update on one device
+  sampling: float  # the fewest bytes of sampling on one device
+  seconds: float  # of a step
 
 
 class Search:
@@ -76,10 +69,6 @@ class Search:
 
     For each mesh there are the fewest micro-batches and the most slots that are estimated to fit. A
     quantised base changes what is learned, so candidates with one come last, int8 before int4.
-
-    Args:
-      update_memory: the bytes of a device that the update can use.
-      sampling_memory: the bytes of a device that sampling can use.
     """
     found = []
     memory = self.memory

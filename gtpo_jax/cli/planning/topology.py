@@ -72,11 +72,10 @@ device_description_str: "{name}"
 def topology_devices(topology: str) -> tuple[list[Any], Chip]:
   """Returns the devices of a topology and the memory and rates of one of them.
 
-  Args:
-    topology: a TPU generation and the shape of a slice, such as "v5p:4x4x4" (libtpu must be
-      installed); a GPU and the number of GPUs in one node, such as "h100:8", or the numbers of
-      nodes and GPUs, such as "h100:4x8" (JAX's CUDA plugin must be installed); or "cpu:8" for the
-      virtual devices of this process. Only the memory of a CPU is known.
+  The topology is a TPU generation and the shape of a slice, such as "v5p:4x4x4" (libtpu must be
+  installed); a GPU and the number of GPUs in one node, such as "h100:8", or the numbers of nodes
+  and GPUs, such as "h100:4x8" (JAX's CUDA plugin must be installed); or "cpu:8" for the virtual
+  devices of this process. Only the memory of a CPU is known.
   """
   kind, _, shape = topology.partition(":")
   if kind == "cpu":
@@ -102,7 +101,15 @@ def topology_devices(topology: str) -> tuple[list[Any], Chip]:
 def compile_deviceless(lowered: jax.stages.Lowered, devices: list[Any]) -> jax.stages.Compiled:
   """Compiles a program for devices that need not be attached, without the compile cache."""
   with without_compile_cache():
-    return _compile(lowered, devices)
+    if devices[0].platform != "gpu":
+      return lowered.compile()
+    first, second = GPU_COMPILER_OPTIONS
+    try:
+      return lowered.compile(compiler_options=first)
+    except jax.errors.JaxRuntimeError as error:
+      if not str(error).startswith("INTERNAL"):
+        raise
+    return lowered.compile(compiler_options=second)
 
 
 @contextlib.contextmanager
@@ -116,18 +123,6 @@ def without_compile_cache() -> Iterator[None]:
     use_compile_cache(before)
 
 
-def _compile(lowered: jax.stages.Lowered, devices: list[Any]) -> jax.stages.Compiled:
-  if devices[0].platform != "gpu":
-    return lowered.compile()
-  first, second = GPU_COMPILER_OPTIONS
-  try:
-    return lowered.compile(compiler_options=first)
-  except jax.errors.JaxRuntimeError as error:
-    if not str(error).startswith("INTERNAL"):
-      raise
-  return lowered.compile(compiler_options=second)
-
-
 def _tpu_devices(topology: str, sizes: list[int], chip: Chip) -> list[Any]:
   if len(sizes) != chip.dimensions or 0 in sizes:
     kind = topology.partition(":")[0]
@@ -138,17 +133,9 @@ def _tpu_devices(topology: str, sizes: list[int], chip: Chip) -> list[Any]:
     )
   for name, value in LIBTPU_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
-  from jax.experimental import topologies
-
   one_chip = {"chips_per_host_bounds": [1] * 3} if set(sizes) == {1} else {}
-  try:
-    description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **one_chip)
-  except Exception as error:  # libtpu raises types of its own
-    raise UserError(
-      f"topology {topology!r} cannot be described ({first_line(error)}); is libtpu installed "
-      f"({install_command('plan')}), and does the shape exist, for example v5e:4x4?"
-    ) from error
-  return list(description.devices)
+  advice = f"libtpu installed ({install_command('plan')}), and does the shape exist, for example"
+  return _described("tpu", topology, f"is {advice} v5e:4x4?", one_chip)
 
 
 def _gpu_devices(topology: str, sizes: list[int], chip: Chip, gpu: Gpu) -> list[Any]:
@@ -168,15 +155,18 @@ def _gpu_devices(topology: str, sizes: list[int], chip: Chip, gpu: Gpu) -> list[
     memory_bandwidth=int(chip.memory_bandwidth or 0),
     shared_memory_per_block=gpu.shared_memory - (RESERVED_SHARED_MEMORY if major >= 8 else 0),
   )
+  advice = f"is JAX's CUDA plugin installed ({install_command('plan-gpu')})?"
+  shape = {"topology": f"1x{nodes}x{gpus}", "target_config": text}
+  return _described("cuda", topology, advice, shape)
+
+
+def _described(platform: str, topology: str, advice: str, settings: dict[str, Any]) -> list[Any]:
   from jax.experimental import topologies
 
   try:
-    description = topologies.get_topology_desc(
-      platform="cuda", topology_name=topology, topology=f"1x{nodes}x{gpus}", target_config=text
-    )
-  except Exception as error:  # the plugin raises types of its own, and JAX others without it
+    found = topologies.get_topology_desc(platform=platform, topology_name=topology, **settings)
+  except Exception as error:  # libtpu and the plugin raise types of their own, and JAX others
     raise UserError(
-      f"topology {topology!r} cannot be described ({first_line(error)}); is JAX's CUDA plugin "
-      f"installed ({install_command('plan-gpu')})?"
+      f"topology {topology!r} cannot be described ({first_line(error)}); {advice}"
     ) from error
-  return list(description.devices)
+  return list(found.devices)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,166 +20,110 @@ MAX_POINTS = 600  # per curve, to bound the size of the page; see `_thinned`
 SMOOTHING = 15  # the moving average spans 1/15 of a run
 
 
-@dataclasses.dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
   """A figure with steps on the x axis."""
 
   title: str
-  unit: str
-  curves: dict[str, str]  # metric -> name in the legend
-  percent: bool = False
-  section: str = "Policy"
+  unit: str  # a share is shown in percent
+  curves: Mapping[str, str]  # metric -> name in the legend
 
 
-PANELS = (
-  Panel("Policy entropy", "nats per token", {"entropy/mean": ""}),
-  Panel(
-    "Policy entropy in O+ and O−",
-    "nats per token",
-    {"entropy/correct": "O+", "entropy/incorrect": "O−"},
+_names = lambda prefix, *names: {f"{prefix}/{name}": name.replace("_", " ") for name in names}
+_correct = lambda metric: {f"{metric}/correct": "O+", f"{metric}/incorrect": "O−"}
+# By section of the report. A panel whose metrics no run has logged is left out.
+PANELS = {
+  "Policy": (
+    Panel("Policy entropy", "nats per token", {"entropy/mean": ""}),
+    Panel("Policy entropy in O+ and O−", "nats per token", _correct("entropy")),
+    Panel("Response length", "tokens", {"length/mean": ""}),
+    Panel("Cut off", "share at the length limit", {"length/cut_off": ""}),
   ),
-  Panel("Response length", "tokens", {"length/mean": ""}),
-  Panel("Cut off", "share at the length limit", {"length/cut_off": ""}, percent=True),
-  Panel("Mean reward", "with length penalty", {"reward/mean": ""}, section="Reward"),
-  Panel(
-    "Accuracy in training", "share correct", {"reward/accuracy": ""}, percent=True, section="Reward"
+  "Reward": (
+    Panel("Mean reward", "with length penalty", {"reward/mean": ""}),
+    Panel("Accuracy in training", "share correct", {"reward/accuracy": ""}),
+    Panel(
+      "Problems by difficulty",
+      "share of the problems tried",
+      _names("difficulty", "solved", "mixed", "hopeless"),
+    ),
+    Panel("Advantage in O+ and O−", "trained tokens", _correct("advantage")),
   ),
-  # Logged only with `data.difficulty`.
-  Panel(
-    "Problems by difficulty",
-    "share of the problems tried",
-    {f"difficulty/{name}": name for name in ("solved", "mixed", "hopeless")},
-    percent=True,
-    section="Reward",
+  "Update": (
+    Panel("Clip rate", "share of tokens", {"clip/high": "above 1 + ε", "clip/low": "below 1 − ε"}),
+    Panel("Sampler–trainer mismatch", "KL, nats per token", {"mismatch/kl": ""}),
+    Panel("Largest mismatch", "nats, log-prob of a token", {"mismatch/max_abs_logp": ""}),
+    Panel(
+      "Other experts in the update",
+      "share of tokens",
+      {"mismatch/router": "any layer", "mismatch/router_layers": "mean over layers"},
+    ),
+    Panel("Largest share of an expert", "share of a layer's tokens", {"router/largest_share": ""}),
+    Panel("Gradient norm", "before clipping", {"grad_norm": ""}),
+    Panel(
+      "Effective sample size",
+      "share of the weights",
+      {"ratio/ess": "importance ratio", "correction/ess": "correction"},
+    ),
+    Panel(
+      "Staleness",
+      "updates since a token was drawn",
+      {"staleness/mean": "mean", "staleness/max": "largest"},
+    ),
   ),
-  Panel(
-    "Advantage in O+ and O−",
-    "trained tokens",
-    {"advantage/correct": "O+", "advantage/incorrect": "O−"},
-    section="Reward",
+  "Episodes": (
+    Panel("Turns and calls", "per episode", _names("env", "turns", "calls", "failed_calls")),
+    Panel(
+      "How episodes end",
+      "share of the episodes",
+      {"env/stop/answered": "answered", "env/stop/env_done": "by the environment"},
+    ),
+    Panel(
+      "Episodes that end at a limit",
+      "share of the episodes",
+      _names("env/stop", "max_turns", "max_tokens", "context"),
+    ),
+    Panel(
+      "Episodes that end by calls",
+      "share of the episodes",
+      {"env/stop/max_calls": "too many", "env/stop/parse_error": "cannot be read"},
+    ),
+    Panel(
+      "Episodes whose environment failed",
+      "share of the episodes",
+      {"env/stop/timeout": "timeout", "env/stop/env_error": "error"},
+    ),
+    Panel("Time of the environment", "seconds per episode", {"env/seconds": ""}),
   ),
-  Panel(
-    "Clip rate",
-    "tokens",
-    {"clip/high": "above 1 + ε", "clip/low": "below 1 − ε"},
-    percent=True,
-    section="Update",
+  "Truth": (
+    Panel(
+      "Credit finds decisions and errors",
+      "AUROC; 0.5 is uniform",
+      {"credit/truth_auroc_correct": "decisions, O+", "credit/truth_auroc_incorrect": "errors, O−"},
+    ),
+    Panel(
+      "Entropy by token class",
+      "nats per token",
+      _names("truth/entropy", "decisive", "copied", "filler"),
+    ),
+    Panel("Right tokens", "share of a class", _names("truth/right", "decisive", "copied")),
+    Panel(
+      "Credit finds the turns that matter",
+      "rank correlation; 0 is chance",
+      {
+        "truth/turn_rank/policy": "to the policy",
+        "truth/turn_rank/best": "to the best player",
+        "truth/turn_rank_episode/best": "to the best player, within episodes",
+      },
+    ),
   ),
-  Panel("Sampler–trainer mismatch", "KL, nats per token", {"mismatch/kl": ""}, section="Update"),
-  Panel(
-    "Largest mismatch", "nats, log-prob of a token", {"mismatch/max_abs_logp": ""}, section="Update"
+  "Groups and time": (
+    Panel("Throughput", "tokens per second, from step 2", {"tokens/s": ""}),
+    Panel("Step time", "seconds, from step 2", {"time/step": ""}),
+    Panel("Busy slots", "share of the slots, while sampling", {"sampling/slots_busy": ""}),
   ),
-  # Logged only with experts.
-  Panel(
-    "Other experts in the update",
-    "share of tokens",
-    {"mismatch/router": "any layer", "mismatch/router_layers": "mean over layers"},
-    percent=True,
-    section="Update",
-  ),
-  Panel(
-    "Largest share of an expert",
-    "of a layer's tokens",
-    {"router/largest_share": ""},
-    percent=True,
-    section="Update",
-  ),
-  Panel("Gradient norm", "before clipping", {"grad_norm": ""}, section="Update"),
-  Panel(
-    "Effective sample size",
-    "share of the weights",
-    {"ratio/ess": "importance ratio", "correction/ess": "correction"},
-    percent=True,
-    section="Update",
-  ),
-  # Logged only with `sampling.staleness`.
-  Panel(
-    "Staleness",
-    "updates since a token was drawn",
-    {"staleness/mean": "mean", "staleness/max": "largest"},
-    section="Update",
-  ),
-  # Logged only with an environment.
-  Panel(
-    "Turns and calls",
-    "per episode",
-    {"env/turns": "turns", "env/calls": "calls", "env/failed_calls": "failed calls"},
-    section="Episodes",
-  ),
-  Panel(
-    "How episodes end",
-    "share of the episodes",
-    {"env/stop/answered": "answered", "env/stop/env_done": "by the environment"},
-    percent=True,
-    section="Episodes",
-  ),
-  Panel(
-    "Episodes that end at a limit",
-    "share of the episodes",
-    {f"env/stop/{name}": name.replace("_", " ") for name in ("max_turns", "max_tokens", "context")},
-    percent=True,
-    section="Episodes",
-  ),
-  Panel(
-    "Episodes that end by calls",
-    "share of the episodes",
-    {"env/stop/max_calls": "too many", "env/stop/parse_error": "cannot be read"},
-    percent=True,
-    section="Episodes",
-  ),
-  Panel(
-    "Episodes whose environment failed",
-    "share of the episodes",
-    {"env/stop/timeout": "timeout", "env/stop/env_error": "error"},
-    percent=True,
-    section="Episodes",
-  ),
-  Panel("Time of the environment", "seconds per episode", {"env/seconds": ""}, section="Episodes"),
-  # Logged only by runs that know which tokens decide.
-  Panel(
-    "Credit finds decisions and errors",
-    "AUROC; 0.5 is uniform",
-    {"credit/truth_auroc_correct": "decisions, O+", "credit/truth_auroc_incorrect": "errors, O−"},
-    section="Truth",
-  ),
-  Panel(
-    "Entropy by token class",
-    "nats per token",
-    {f"truth/entropy/{name}": name for name in ("decisive", "copied", "filler")},
-    section="Truth",
-  ),
-  Panel(
-    "Right tokens",
-    "share of a class",
-    {f"truth/right/{name}": name for name in ("decisive", "copied")},
-    percent=True,
-    section="Truth",
-  ),
-  # Logged only by runs whose environment knows the truth of turns.
-  Panel(
-    "Credit finds the turns that matter",
-    "rank correlation; 0 is chance",
-    {
-      "truth/turn_rank/policy": "to the policy",
-      "truth/turn_rank/best": "to the best player",
-      "truth/turn_rank_episode/best": "to the best player, within episodes",
-    },
-    section="Truth",
-  ),
-  Panel(
-    "Throughput", "tokens per second, from step 2", {"tokens/s": ""}, section="Groups and time"
-  ),
-  Panel("Step time", "seconds, from step 2", {"time/step": ""}, section="Groups and time"),
-  Panel(
-    "Busy slots",
-    "share of the slots, while sampling",
-    {"sampling/slots_busy": ""},
-    percent=True,
-    section="Groups and time",
-  ),
-)
+}
 # Metrics that are plotted without the first step, which compiles.
-TIMES = {key for panel in PANELS if panel.section == "Groups and time" for key in panel.curves}
+TIMES = {key for panel in PANELS["Groups and time"] for key in panel.curves}
 # Evaluation figures with k on the x axis: metric, title and unit.
 OVER_K = (
   ("pass", "pass@k", "solved by one of k"),
@@ -191,16 +134,12 @@ OVER_K = (
 
 def step_figures(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
   """Returns the figures over steps, for the metrics that the runs logged."""
+  panels = [(section, panel) for section, row in PANELS.items() for panel in row]
+  for source in dict.fromkeys(source for group in groups for source in group.sources):
+    metric = {f"source/{source}/accuracy": ""}
+    panels.append(("Reward", Panel(f"Accuracy in training on {source}", "share correct", metric)))
   figures = []
-  sources = dict.fromkeys(source for group in groups for source in group.sources)
-  of_source = lambda source: Panel(
-    f"Accuracy in training on {source}",
-    "share correct",
-    {f"source/{source}/accuracy": ""},
-    percent=True,
-    section="Reward",
-  )
-  for panel in (*PANELS, *map(of_source, sources)):
+  for section, panel in panels:
     lines = [
       line
       for color, group in enumerate(groups)
@@ -208,9 +147,8 @@ def step_figures(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
       if (line := _over_steps(group, key, color, dash, name))
     ]
     if lines:
-      figures.append(
-        curve_figure(panel.title, panel.unit, panel.section, lines, percent=panel.percent)
-      )
+      percent = panel.unit.startswith("share ")
+      figures.append(curve_figure(panel.title, panel.unit, section, lines, percent=percent))
   return figures
 
 

@@ -71,32 +71,17 @@ def curve_figure(
       axes.xaxis.set_major_locator(FixedLocator(ks))
       axes.xaxis.set_major_formatter(lambda k, _: f"{k:.0f}")
     _limit_y(axes, lines, percent)
-    svg, x_range = _svg(picture, axes)
-  return {
-    "title": title,
-    "unit": unit,
-    "section": section,
-    "svg": svg,
-    "lines": [_numbers(line) for line in lines],
-    "limits": x_range,
-    "percent": percent,
-    "over": "k" if over_k else "step",
-    "keys": sorted({(line.dash, line.name) for line in lines if line.name}),
-    "stack": False,
-  }
+    keys = sorted({(line.dash, line.name) for line in lines if line.name})
+    figure = _figure(title, unit, section, picture, axes, [_numbers(line) for line in lines])
+  return figure | {"percent": percent, "over": "k" if over_k else "step", "keys": keys}
 
 
 def stack_figure(
   title: str, section: str, color: int, steps: np.ndarray, shares: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-  """Returns a figure of stacked bars.
+  """Returns a figure of bars at steps f64[m] of the run group `color`.
 
-  Args:
-    title: title of the figure.
-    section: section of the report.
-    color: index of the run group.
-    steps: f64[m], steps of the m bars.
-    shares: the three shares f64[m] by name, from the bottom of a bar to its top. They add up to 1.
+  Each stacks three shares f64[m], by name from the bottom to the top, which add up to 1.
   """
   with drawing_style(title):
     picture, axes = _canvas(over_k=False, percent=True)
@@ -106,22 +91,26 @@ def stack_figure(
       axes.bar(steps, share, width, bottom, color=fill, linewidth=0, gid=f"both color{color}")
       bottom = bottom + share
     axes.set(ylim=(0, 1), xlim=(steps[0] - width / 2, steps[-1] + width / 2))
-    svg, x_range = _svg(picture, axes)
-  lines = [
-    {"color": color, "dash": 0, "name": name, "x": steps.tolist(), "y": [rounded(y) for y in share]}
-    for name, share in shares.items()
-  ]
+    lines = [
+      {"color": color, "dash": 0, "name": name, "x": steps.tolist(), "y": [*map(rounded, share)]}
+      for name, share in shares.items()
+    ]
+    figure = _figure(title, "", section, picture, axes, lines)
+  return figure | {"percent": True, "over": "step", "keys": [], "stack": True}
+
+
+def _figure(
+  title: str, unit: str, section: str, picture: Figure, axes: Any, lines: list[dict[str, Any]]
+) -> dict[str, Any]:
+  """Returns what all figures have; within `drawing_style`."""
   return {
     "title": title,
-    "unit": "",
+    "unit": unit,
     "section": section,
-    "svg": svg,
+    "svg": inline_svg(picture),
     "lines": lines,
-    "limits": x_range,
-    "percent": True,
-    "over": "step",
-    "keys": [],
-    "stack": True,
+    "limits": [float(x) for x in axes.get_xlim()],
+    "stack": False,
   }
 
 
@@ -236,11 +225,6 @@ def _canvas(over_k: bool, percent: bool) -> tuple[Figure, Any]:
   if percent:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
   return picture, axes
-
-
-def _svg(picture: Figure, axes: Any) -> tuple[str, list[float]]:
-  """Returns the figure as an inline SVG element, and its x limits."""
-  return inline_svg(picture), [float(x) for x in axes.get_xlim()]
 
 
 def inline_svg(picture: Figure) -> str:

@@ -56,6 +56,9 @@ def make_report(workdirs: Sequence[Path]) -> str:
     figure["index"] = i
     _add_texts(figure, groups)
   viewer, packed = _viewer(groups)
+  labels = [visible(group.label) for group in groups]
+  config = groups[0].runs[0].config
+  data = visible(config["data.train"])
   script = "\n".join(
     (PAGE / name).read_text(encoding="utf-8") for name in ("charts.js", "values.js", "viewer.js")
   )
@@ -66,17 +69,18 @@ def make_report(workdirs: Sequence[Path]) -> str:
   by_section = {name: [f for f in figures if f["section"] == name] for name in SECTIONS}
   plotted = ("lines", "limits", "percent", "over", "stack")
   return page.get_template("report.html").render(
-    title=_title(groups),
+    title=f"{' and '.join(labels) if len(labels) < 3 else f'{len(labels)} configs'} on {data}",
     version=gtpo_jax.__version__,
-    labels=[visible(group.label) for group in groups],
+    labels=labels,
     verdicts=[
       verdict(group) + (visible(against(groups[0], group)) if group is not groups[0] else "")
       for group in groups
     ],
     runs=[_row(color, group, run) for color, group in enumerate(groups) for run in group.runs],
     samples=_samples(groups),
-    facts=_facts(groups),
-    legend=_legend(groups),
+    config=config,
+    model=visible(config["model.path"] or config["model.preset"]),
+    has_seeds=any(len(group.runs) > 1 for group in groups),
     sections=[(name, members) for name, members in by_section.items() if members],
     figure_data={
       "box": dict(zip(("left", "bottom", "right", "top"), BOX, strict=True)),
@@ -93,42 +97,6 @@ def make_report(workdirs: Sequence[Path]) -> str:
     script=script,
     script_hash=f"'sha256-{digest}'",
   )
-
-
-def _title(groups: Sequence[RunGroup]) -> str:
-  labels = [visible(group.label) for group in groups]
-  data = visible(groups[0].runs[0].config["data.train"])
-  return f"{' and '.join(labels) if len(labels) < 3 else f'{len(labels)} configs'} on {data}"
-
-
-def _facts(groups: Sequence[RunGroup]) -> str:
-  config = groups[0].runs[0].config
-  prompts = config["batch.prompts"]
-  completions = config["batch.group"]
-  model = visible(config["model.path"] or config["model.preset"])
-  of_first = " (of the first run)" if len(groups) > 1 else ""
-  return (
-    f"{prompts} prompts × {completions} completions of at most {config['sampling.max_tokens']} "
-    f"tokens per step, model {model}{of_first}. Reward, entropy and length are from the last step; "
-    f"times are medians over all steps except the first."
-  )
-
-
-def _legend(groups: Sequence[RunGroup]) -> str:
-  smoothing = (
-    "Smoothed: an exponential moving average over about a fifteenth of the run; "
-    "the faint line shows the raw values. "
-  )
-  seeds = (
-    "Runs that differ only in their seed share one curve: "
-    "the mean of the seeds, with a band from the lowest to the highest. "
-  )
-  interval = (
-    "For a single run, the band around an evaluation is the 95 % bootstrap interval "
-    "over the problems."
-  )
-  has_seeds = any(len(group.runs) > 1 for group in groups)
-  return smoothing + (seeds if has_seeds else "") + interval
 
 
 def _row(color: int, group: RunGroup, run: RunLogs) -> dict[str, Any]:

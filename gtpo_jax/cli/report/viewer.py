@@ -72,15 +72,9 @@ def viewer_data(
 ) -> tuple[dict[str, Any], list[str]]:
   """Returns a run's data for the viewer.
 
-  Args:
-    workdir: the run's folder.
-    algorithm: the algorithm that trained the run.
-    max_tokens: if the records have more tokens, steps between the first and the last are dropped
-      evenly.
-
-  Returns:
-    The data that the page reads when it loads, and a packed text per group shown, which the page
-    unpacks when the user selects the group.
+  If the records have more than `max_tokens`, steps between the first and the last are dropped
+  evenly. The data are what the page reads when it loads; with them comes a packed text per group
+  shown, which the page unpacks when the user selects the group.
   """
   files = credit_files(workdir)
   run_schemes = schemes(algorithm)
@@ -172,19 +166,17 @@ def pack(columns: Sequence[np.ndarray]) -> str:
   bytes of all 32-bit words are then grouped by significance, which compresses better, and encoded
   by gzip and base64.
   """
-  words = np.stack(
-    [
-      _rounded_bits(column) if column.dtype == np.float32 else column.astype("<i4").view("<u4")
-      for column in columns
-    ]
-  )
+
+  def words_of(column: np.ndarray) -> np.ndarray:
+    if column.dtype != np.float32:
+      return column.astype("<i4").view("<u4")
+    bits = np.ascontiguousarray(column, "<f4").view("<u4")
+    rounded_bits = (bits + np.uint32(0x80)) & np.uint32(0xFFFFFF00)
+    return np.where(np.isfinite(column), rounded_bits, bits)
+
+  words = np.stack([*map(words_of, columns)])
   grouped = words.view(np.uint8).reshape(-1, 4).T.tobytes()
   return base64.b64encode(gzip.compress(grouped, 6, mtime=0)).decode()
-
-
-def _rounded_bits(x: np.ndarray) -> np.ndarray:
-  bits = np.ascontiguousarray(x, "<f4").view("<u4")
-  return np.where(np.isfinite(x), (bits + np.uint32(0x80)) & np.uint32(0xFFFFFF00), bits)
 
 
 def rounded(value: float) -> float:

@@ -46,19 +46,12 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-  """One instruction of a problem.
+  """One instruction of a problem."""
 
-  Attributes:
-    name: its kind, a key of `rewards.constraints.instructions.INSTRUCTIONS`.
-    arguments: of the kind.
-    sentence: the instruction as the prompt states it.
-    follow: changes a draft so that it follows the instruction.
-  """
-
-  name: str
-  arguments: dict[str, Any]
-  sentence: str
-  follow: Callable[[Draft], None]
+  name: str  # its kind, a key of `rewards.constraints.instructions.INSTRUCTIONS`
+  arguments: dict[str, Any]  # of the kind
+  sentence: str  # the instruction as the prompt states it
+  follow: Callable[[Draft], None]  # changes a draft so that it follows the instruction
 
 
 def _setting(**values: Any) -> Callable[[Draft], None]:
@@ -172,12 +165,6 @@ class Constraints:
 
   The kinds are eleven of IFEval (2311.07911), which `rewards.constraints` checks without further
   packages. The teacher often overlooks one of the instructions.
-
-  Args:
-    terms: constraints per problem, 1-3; 0 for one to three.
-
-  Raises:
-    UserError: `terms` is out of bounds.
   """
 
   name = "constraints"

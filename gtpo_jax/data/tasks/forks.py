@@ -29,9 +29,6 @@ class Forks:
     largest: the largest digit.
     filler: the mean number of letters before a decision; the teacher writes up to twice as many.
       With 0, there is no colon either.
-
-  Raises:
-    UserError: the difficulty is out of bounds, or there are too few problems.
   """
 
   name = "forks"

@@ -25,9 +25,6 @@ class RunningSums:
   Args:
     terms: additions per problem.
     largest: the largest addend, 1-9. Totals always have two digits.
-
-  Raises:
-    UserError: with this difficulty, totals exceed two digits or there are too few problems.
   """
 
   name = "sums"
@@ -82,13 +79,6 @@ class Countdown:
 
   A solution uses every number once and ends at the target. The teacher's computations are correct
   but often end at another number.
-
-  Args:
-    terms: numbers per problem.
-    largest: the largest number.
-
-  Raises:
-    UserError: the difficulty is out of bounds, or there are too few problems.
   """
 
   name = "countdown"

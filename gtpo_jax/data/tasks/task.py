@@ -32,13 +32,9 @@ class Task(Protocol):
 
 
 class TurnTask(Task, Protocol):
-  """A task with several turns. It has no `demonstration`, but a `turn`.
+  """A task with several turns. It has no `demonstration`, but a `turn`."""
 
-  Attributes:
-    needs: the setting of the environment or the tools that answer turns.
-  """
-
-  needs: str
+  needs: str  # the setting of the environment or the tools that answer turns
 
   def turn(
     self, index: int, turns: Sequence[tuple[str, str]], rng: np.random.Generator, slips: float

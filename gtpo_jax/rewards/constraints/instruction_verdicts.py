@@ -22,7 +22,6 @@ from gtpo_jax.runtime.errors import did_you_mean
 
 STRICT = "strict"
 LOOSE = "loose"
-MODES = (STRICT, LOOSE)
 SHOWN_CHARS = 80  # of a value in a message
 _REPEATS = re.compile(r"[*+?{|]")  # without these, a regular expression takes linear time
 
@@ -52,9 +51,7 @@ def followed_shares(
 def share_in_worker(problem: str, completion: str) -> float:
   """Returns the share of instructions that a completion follows.
 
-  Args:
-    problem: the `Problem.extra`, with the mode, as JSON.
-    completion: any text.
+  The problem is its `extra`, with the mode, as JSON.
   """
   extra = json.loads(problem)
   return _share(followed(completion, extra, extra["mode"]))
@@ -92,7 +89,11 @@ def followed(completion: str, extra: Mapping[str, Any], mode: str = STRICT) -> l
       (section 2.2 of 2311.07911).
   """
   completion = after_thinking(completion)
-  texts = [completion] if mode == STRICT else _variants(completion)
+  texts = [completion]
+  if mode == LOOSE:
+    lines = completion.split("\n")
+    texts += ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    texts = list(dict.fromkeys(texts + [text.replace("*", "") for text in texts]))
   texts = [text for text in texts if text.strip()]
   verdicts = []
   for name, given in zip(extra["instruction_id_list"], extra["kwargs"], strict=True):
@@ -100,13 +101,6 @@ def followed(completion: str, extra: Mapping[str, Any], mode: str = STRICT) -> l
     follows = INSTRUCTIONS[name].follows
     verdicts.append(any(follows(text, **arguments) for text in texts))
   return verdicts
-
-
-def _variants(completion: str) -> list[str]:
-  lines = completion.split("\n")
-  parts = [lines[1:], lines[:-1], lines[1:-1]]
-  texts = [completion, *("\n".join(part).strip() for part in parts)]
-  return list(dict.fromkeys(texts + [text.replace("*", "") for text in texts]))
 
 
 def _given(arguments: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -65,9 +65,7 @@ _BITWISE = re.compile(r"[0-9a-fA-Fx+\-*&|^~<>()\s]*")
 def score(problem: str, answer: str) -> float | None:
   """Returns the library's score of an answer; None if it is no finite number.
 
-  Args:
-    problem: from `answers.pack`.
-    answer: the answer.
+  The problem is a text from `scores.pack`.
   """
   name, knobs, entry = json.loads(zlib.decompress(base64.b64decode(problem)))
   if not _is_plain(name, answer, entry):

@@ -27,11 +27,7 @@ def require_library(what: str) -> None:
 
 @functools.cache
 def task_names() -> tuple[str, ...]:
-  """Returns the names of all tasks.
-
-  Raises:
-    UserError: the library cannot be imported.
-  """
+  """Returns the names of all tasks."""
   with _process("names") as process:
     line = process.stdout.readline()
   if not line:

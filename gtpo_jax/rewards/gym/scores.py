@@ -68,11 +68,7 @@ def gym_scores(
   The score is 0 without an answer, or if the answer is longer than any problem needs. It is None if
   the scorer raised an error or took longer than `timeout_s` seconds.
 
-  Args:
-    completions: any texts.
-    extras: `Problem.extra` of each problem, accepted by `check_entry`.
-    mode: see `answer_of`.
-    timeout_s: seconds that the scorer may take for one answer.
+  The extras are accepted by `check_entry`; for the mode see `answer_of`.
   """
   pending: list[float | Future] = []
   for completion, extra in zip(completions, extras, strict=True):

@@ -24,7 +24,6 @@ TRANSIENT = (408, 409, 425, 429)  # statuses below 500 after which a request is 
 SENT = {  # headers of a request
   *("host", "connection", "accept", "accept-encoding", "user-agent"),
   *("content-type", "content-length"),
-  "x-stainless-raw-response",  # read by the package itself
 }
 OF_TRANSFER = ("content-encoding", "content-length", "transfer-encoding")  # headers of raw bytes
 
@@ -33,15 +32,18 @@ class Client:
   """Sends messages to the endpoint. All of its coroutines run on one event loop.
 
   Attributes:
+    key: of the environment, "" for none.
     retried: how many requests were repeated.
-
-  Raises:
-    UserError: the key cannot be part of a request.
   """
 
   def __init__(self, settings: JudgeSettings):
     self._settings = settings
-    self._key = _key()
+    self.key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (self.key.isascii() and self.key.isprintable()) or " " in self.key:
+      raise UserError(
+        f"the key in {KEY_VARIABLE} has a space, a line end or a character outside ASCII; "
+        "set it to the key alone"
+      )
     self._slots = asyncio.Semaphore(settings.concurrency)
     self._open_at = 0.0  # when the server wants to be asked again, on the loop's clock
     self.retried = 0
@@ -50,12 +52,9 @@ class Client:
       api_key="none",  # `_HttpClient` sends the key
       max_retries=0,
       timeout=None,
-      http_client=_HttpClient(self._key),
+      http_client=_HttpClient(self.key),
     )
-
-  async def close(self) -> None:
-    """Closes the connections."""
-    await self._openai.close()
+    self.close = self._openai.close
 
   def fields(self, content: str) -> dict[str, Any]:
     """Returns the fields of a request with a message."""
@@ -94,12 +93,10 @@ class Client:
 
   async def _post(self, fields: dict[str, Any]) -> Reply:
     limit = self._settings.timeout_s
-    absent = openai.NOT_GIVEN  # the fields have both
-    create = self._openai.chat.completions.with_raw_response.create
     began = time.perf_counter()
     try:
       async with asyncio.timeout(limit):
-        response = await create(model=absent, messages=absent, extra_body=fields)
+        content = await self._openai.post(ENDPOINT, cast_to=str, body=fields)
     except TimeoutError:
       message = f"no reply within reward.judge.timeout_s = {limit:g}"
       raise Failure("timeout", message) from None
@@ -111,7 +108,7 @@ class Client:
         raise cause from None
       reason = self.without_key(str(cause)) or type(cause).__name__
       raise Failure("connection", reason) from None
-    text, tokens, cut_off = read_completion(response.content)
+    text, tokens, cut_off = read_completion(content)
     return Reply(self.without_key(text), tokens, time.perf_counter() - began, cut_off)
 
   def _rejected(self, error: openai.APIStatusError) -> Failure:
@@ -128,12 +125,7 @@ class Client:
 
   def without_key(self, text: str) -> str:
     """Returns a text in which the key, if the server repeats it, is replaced."""
-    return text.replace(self._key, f"[{KEY_VARIABLE}]") if len(self._key) >= MIN_SECRET else text
-
-  @property
-  def has_key(self) -> bool:
-    """Whether the environment has a key."""
-    return bool(self._key)
+    return text.replace(self.key, f"[{KEY_VARIABLE}]") if len(self.key) >= MIN_SECRET else text
 
 
 class _HttpClient(openai.DefaultAsyncHttpxClient):
@@ -164,18 +156,3 @@ class _HttpClient(openai.DefaultAsyncHttpxClient):
     headers = [x for x in response.headers.multi_items() if x[0].lower() not in OF_TRANSFER]
     status = response.status_code
     return type(response)(status, headers=headers, content=bytes(data), request=request)
-
-
-def _key() -> str:
-  """Returns the key of the environment, or "".
-
-  Raises:
-    UserError: a header cannot contain it. The message does not show it.
-  """
-  key = os.environ.get(KEY_VARIABLE, "").strip()
-  if not (key.isascii() and key.isprintable()) or " " in key:
-    raise UserError(
-      f"the key in {KEY_VARIABLE} has a space, a line end or a character outside ASCII; "
-      "set it to the key alone"
-    )
-  return key

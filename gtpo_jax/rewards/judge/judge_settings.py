@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from gtpo_jax.rewards.judge.grades import parse_scale
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import SHARE, Bound, Checked, at_least, number, setting
 from gtpo_jax.runtime.files import unique_keys
@@ -20,6 +20,8 @@ CONCURRENCY = number(lambda x: 1 <= x <= 1024, "from 1 to 1024", int)
 RETRIES = number(lambda x: 0 <= x <= 100, "from 0 to 100", int)
 KEY_VARIABLE = "GTPO_JUDGE_API_KEY"  # of the environment
 ENDPOINT = "/chat/completions"
+ROUNDING = 1e-9  # by which a grade may exceed the scale
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 TEMPLATE = """Grade the answer to a task.
 
 Task:
@@ -159,13 +161,7 @@ class JudgeSettings(Checked):
       )
 
   def check_use(self, parts: str, names: Sequence[str], verifier: str) -> None:
-    """Raises UserError if the judge and the rest of the reward do not fit together.
-
-    Args:
-      parts: `reward.parts`.
-      names: the parts in it.
-      verifier: `reward.verifier`.
-    """
+    """Raises UserError if the judge and the rest of the reward do not fit together."""
     if "judge" in names and not self.base_url:
       raise UserError(
         f"reward.parts = {parts!r} has the part judge: set {self.prefix}base_url and "
@@ -184,11 +180,7 @@ class JudgeSettings(Checked):
 
   @property
   def further_fields(self) -> dict[str, Any]:
-    """`request` as a dict.
-
-    Raises:
-      UserError: it is not a JSON object.
-    """
+    """`request` as a dict."""
     try:
       fields = json.loads(self.request or "{}", object_pairs_hook=unique_keys)
       reason = ""
@@ -206,3 +198,56 @@ class JudgeSettings(Checked):
 def _shown(url: str) -> str:
   """Returns an address for a message, without what may be a password."""
   return repr(url if "@" not in url else "..." + url[url.rindex("@") :])
+
+
+def parse_scale(scale: str) -> Callable[[str], float | None]:
+  """Parses `reward.judge.scale`.
+
+  Returns:
+    A function that maps the text of a grade to a reward in [0, 1], or to None if the scale does not
+    have the grade.
+
+  Raises:
+    UserError: it is neither two numbers nor words with their rewards.
+  """
+  words = _words(scale)
+  if words:
+    return lambda grade: words.get(grade.strip().casefold())
+  lowest, _, highest = scale.partition(":")
+  ends = (_number(lowest), _number(highest))
+  if None in ends or ends[0] == ends[1]:
+    raise UserError(
+      "reward.judge.scale must be two numbers, such as 0:10, or words with rewards from 0 to 1, "
+      f"such as no=0,partly=0.5,yes=1; got {scale!r}"
+    )
+  return lambda grade: _share(grade, *ends)
+
+
+def _share(grade: str, lowest: float, highest: float) -> float | None:
+  value = _number(grade)
+  if value is None:
+    return None
+  share = (value - lowest) / (highest - lowest)
+  inside = -ROUNDING <= share <= 1 + ROUNDING
+  return min(max(share, 0.0), 1.0) if inside else None
+
+
+def _words(scale: str) -> Mapping[str, float]:
+  """Returns the words with their rewards; {} if the scale is anything else."""
+  pairs = [part.rpartition("=") for part in scale.split(",")]
+  rewards = [_number(reward) for _, _, reward in pairs]
+  names = [name.strip().casefold() for name, _, _ in pairs]
+  valid = all(names) and all(reward is not None and 0 <= reward <= 1 for reward in rewards)
+  return dict(zip(names, rewards, strict=True)) if valid and len(set(names)) == len(names) else {}
+
+
+def _number(text: str) -> float | None:
+  """Returns a number; a comma before three digits separates thousands, any other one decimals."""
+  text = text.strip()
+  if _THOUSANDS.fullmatch(text):
+    text = text.replace(",", "")
+  try:
+    value = float(text.replace(",", "."))
+  except ValueError:
+    return None
+  return value if math.isfinite(value) else None

@@ -10,19 +10,12 @@ from typing import NamedTuple
 
 
 class Reply(NamedTuple):
-  """A judge's reply.
+  """A judge's reply."""
 
-  Attributes:
-    text: what it wrote.
-    tokens: prompt and reply, as the server counts them; 0 if it does not.
-    seconds: the time that the request took.
-    cut_off: whether it was cut off at the maximum length.
-  """
-
-  text: str
-  tokens: int
-  seconds: float
-  cut_off: bool
+  text: str  # what it wrote
+  tokens: int  # prompt and reply, as the server counts them; 0 if it does not
+  seconds: float  # the time that the request took
+  cut_off: bool  # whether it was cut off at the maximum length
 
 
 class Failure(Exception):
@@ -45,7 +38,7 @@ class Failure(Exception):
     self.after_s = after_s
 
 
-def read_completion(data: bytes) -> tuple[str, int, bool]:
+def read_completion(data: str) -> tuple[str, int, bool]:
   """Returns the text of a chat completion, its tokens, and whether it was cut off.
 
   Raises:

@@ -116,14 +116,6 @@ def _listen(parent: int, requests: queue.SimpleQueue) -> None:
       os._exit(0)
 
 
-def _limit_memory(memory_mb: int) -> None:
-  # On a system without this limit, the worker runs without it.
-  with contextlib.suppress(ImportError, ValueError, OSError):
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 2**20,) * 2)
-
-
 def _serve(parent: int, memory_mb: int, check_name: str, path: list[str]) -> None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -139,7 +131,10 @@ def _serve(parent: int, memory_mb: int, check_name: str, path: list[str]) -> Non
     reason = f"{type(error).__name__}: {error}".replace("\n", " ").encode(errors="replace")
     os.write(replies, reason[:MAX_ERROR_BYTES] + b"\n")
     return
-  _limit_memory(memory_mb)
+  with contextlib.suppress(ImportError, ValueError, OSError):  # on a system without this limit
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 2**20,) * 2)
   os.write(replies, b"ready\n")
   while True:
     gold, answer, limit_s = json.loads(requests.get())
@@ -150,13 +145,9 @@ def _serve(parent: int, memory_mb: int, check_name: str, path: list[str]) -> Non
     except Exception:
       verdict = None
     signal.setitimer(signal.ITIMER_REAL, 0)
-    os.write(replies, _reply(verdict))
-
-
-def _reply(verdict: bool | float | None) -> bytes:
-  if verdict is None:
-    return b"?\n"
-  return f"{verdict!r}\n".encode() if isinstance(verdict, float) else b"%d\n" % bool(verdict)
+    of_number = repr(verdict) if isinstance(verdict, float) else str(int(bool(verdict)))
+    reply = "?" if verdict is None else of_number
+    os.write(replies, f"{reply}\n".encode())
 
 
 if __name__ == "__main__":

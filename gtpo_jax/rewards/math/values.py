@@ -265,15 +265,13 @@ def _near(a: Number, b: Number) -> bool:
     return True
   for short, full in ((a, b), (b, a)):
     six_digits = short.places >= 6 and abs(short.value) * 10**short.places >= 10**5
-    if six_digits and full.places == 0 and _has_endless_decimals(full.value):
+    denominator = full.value.denominator
+    is_endless = 10 ** denominator.bit_length() % denominator != 0
+    if six_digits and full.places == 0 and is_endless:
       scaled = full.value * 10**short.places
       written = short.value * 10**short.places
       return written in (int(scaled), round(scaled))
   return False
-
-
-def _has_endless_decimals(value: Fraction) -> bool:
-  return 10 ** value.denominator.bit_length() % value.denominator != 0
 
 
 def _same_groups(a: Composite, b: Composite) -> bool | None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from gtpo_jax.config.data_sections import RewardSection
 from gtpo_jax.data.records import Problem
-from gtpo_jax.rewards.judge.grades import pairs_of, win_rates
-from gtpo_jax.rewards.judge.judge import Judge
+from gtpo_jax.rewards.judge.judge import Judge, pairs_of, win_rates
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 from gtpo_jax.runtime.errors import UserError
 

@@ -7,13 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
+from plan_cases import collective_bytes
 
-from gtpo_jax.cli.planning.collectives import (
-  Collective,
-  collective_bytes,
-  collectives,
-  send_seconds,
-)
+from gtpo_jax.cli.planning.collectives import Collective, collectives, send_seconds
 from gtpo_jax.runtime.chips import CHIPS
 
 pytestmark = pytest.mark.devices

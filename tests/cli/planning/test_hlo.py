@@ -8,10 +8,9 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from plan_cases import needs_cuda_plugin, needs_libtpu, small_config
+from plan_cases import collective_bytes, needs_cuda_plugin, needs_libtpu, small_config
 
 from gtpo_jax.arrays import Packing
-from gtpo_jax.cli.planning.collectives import collective_bytes
 from gtpo_jax.cli.planning.run_programs import (
   RunPrograms,
   build_engine,
