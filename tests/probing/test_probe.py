@@ -90,7 +90,7 @@ def test_refusals_name_the_value_and_the_fix():
     ("grpo", "at least two arms"),
     ("grpo,opd", "learns from a teacher: set teacher.path"),
     ("grpo,dapo_mixed(guide_completions=2)", "cannot be probed: its guide"),
-    ("grpo,vineppo", "cannot be probed: it needs value_gains"),
+    ("grpo,vineppo(cut_interval=2)", "has no setting 'cut_interval'"),
     ("grpo,gtpo(overlong_buffer=4)", "set --config.algorithm.overlong_buffer"),
   ):
     with pytest.raises(UserError, match=message.replace("(", r"\(")) as error:
@@ -247,6 +247,19 @@ def test_adapters_a_penalty_and_norms_of_scores_can_be_probed(tmp_path):
   assert result["arms"]["otb"]["cosines"] != result["arms"]["grpo"]["cosines"]
   assert "over_control" in result["arms"]["gtpo"]
   assert result["arms"]["grpo(kl_weight=0.1)"]["difference"][0] == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_credit_is_compared_with_values_that_continuations_measure(tmp_path):
+  """An arm that takes its credit from continuations orders segments best, uniform credit not."""
+  arms = "grpo,gtpo,spo_chain(cut_interval=1,continuations=8)"
+  config = config_of(**{"log.continuations": 8})
+  plain = probe(tmp_path / "plain", arms)
+  result = probe(tmp_path / "mc", arms, config=config)
+  ranks = {name: arm.pop("mc_rank") for name, arm in result["arms"].items()}
+  assert result == plain
+  assert ranks["grpo"][0] == 0 and ranks["spo_chain(cut_interval=1,continuations=8)"][0] > 0.2
+  assert -0.5 < ranks["gtpo"][0] < ranks["spo_chain(cut_interval=1,continuations=8)"][0]
 
 
 @pytest.mark.slow
