@@ -1,16 +1,12 @@
 """Measures on tasks that know the truth where algorithms put their credit, and what it does.
 
-    python benchmarks/credit.py --out=runs/credit [--stages=probe,train,tables] [--steps=12,100]
+    python benchmarks/credit.py --out=runs/credit [--stages=train,tables] [--steps=12,100]
 
-Base models imitate the teachers of `configs/forks.py`: with no, two or four letters of filler
-before a decision on average, and with a teacher that is sure of its mistakes. Another is that of
-`configs/tiny.py`, running sums, and two are those of `configs/compare.py`, countdown, with
-different seeds. `probe` compares, at fixed parameters, the gradient of every arm with an estimate
-of the true gradient. `train` trains some arms with several seeds, with the same problems and
-sampling keys for all arms of a seed. `tables` prints the results as Markdown and draws
-OUT/credit.png and OUT/training.png. Every base model, probe and run is stored in OUT when it is
-done; the same command continues with those that are missing. It uses one core, and gives the same
-numbers whenever it runs on the same kind of CPU.
+`train` trains some arms with several seeds, with the same problems and sampling keys for all arms
+of a seed. `tables` prints the results as Markdown and draws OUT/training.png. Every base model and
+run is stored in OUT when it is done; the same command continues with those that are missing. It
+uses one core, and gives the same numbers whenever it runs on the same kind of CPU.
+`credit_rows.py` compares the gradients.
 """
 
 from __future__ import annotations
@@ -29,29 +25,18 @@ if hasattr(os, "sched_setaffinity"):
 prepare_jax()  # before JAX is imported
 
 from credit_arms import ARMS, BASELINE, open_base, opened
-from credit_probe import probe
-from credit_tables import draw_probes, draw_training, of_kind, probe_tables, training_tables
+from credit_tables import draw_training, training_tables
 from credit_training import train_arm
 from study import Cells, names_of, run_stages, slug, study_parser
 
 from gtpo_jax.config import Config, load
 
-
-def forks(task: str, filler: int) -> tuple[str, list[str]]:
-  """Returns the config file and the overrides for a task with this much filler."""
-  overrides = {"data.train": task, "data.filler": filler, "sampling.max_tokens": 6 * filler + 14}
-  return "configs/forks.py", [f"--config.{key}={value}" for key, value in overrides.items()]
-
-
+FILLER = ["--config.data.filler=2", "--config.sampling.max_tokens=26"]
 # By name: the config file and the overrides of a base model.
 BASES = {
-  "filler0": forks("forks", 0),
-  "filler2": forks("forks", 2),
-  "filler4": forks("forks", 4),
-  "confident": forks("forks_confident", 2),
-  "sums": ("configs/tiny.py", []),
+  "filler2": ("configs/forks.py", FILLER),
+  "confident": ("configs/forks.py", ["--config.data.train=forks_confident", *FILLER]),
   "countdown": ("configs/compare.py", []),
-  "countdown_b": ("configs/compare.py", ["--config.seed=1"]),
 }
 MAIN_ARMS = (
   BASELINE,
@@ -78,19 +63,13 @@ TRAINED = {
   },
   100: {"filler2": LONG_ARMS, "confident": LONG_ARMS, "countdown": (*LONG_ARMS, *BY_COMPLETION)},
 }
-TRAIN_BASES = ("filler2", "confident", "countdown")
-STAGES = ("probe", "train", "tables")
+STAGES = ("train", "tables")
 
 
 def parse_args() -> argparse.Namespace:
   """Returns the options, and exits if one names something that does not exist."""
   parser = study_parser(__doc__, STAGES)
   parser.add_argument("--bases", type=names_of(BASES), default=list(BASES))
-  parser.add_argument("--batches", type=int, default=12, help="batches of the probe, per base")
-  parser.add_argument("--reference", type=int, default=48, help="batches of the true gradient")
-  parser.add_argument(
-    "--train-bases", type=names_of(BASES), default=TRAIN_BASES, help="bases to train from"
-  )
   parser.add_argument("--arms", type=names_of(ARMS, ";"), help="arms to train, separated by ;")
   parser.add_argument("--seeds", default="0,1,2,3,4")
   parser.add_argument("--steps", default="12,100", help="steps of the training runs")
@@ -105,25 +84,11 @@ def config_of(base: str) -> Config:
   )
 
 
-def run_probes(args: argparse.Namespace, cells: Cells) -> None:
-  """Probes the base models, with all arms."""
-  for base in args.bases:
-
-    def make(base: str = base) -> dict[str, Any]:
-      config = config_of(base)
-      with opened(config) as (worker, rewards):
-        params = open_base(args.out, base, worker, config)
-        return probe(config, worker, rewards, params, ARMS, args.batches, args.reference)
-
-    settings = {"batches": args.batches, "reference": args.reference, "arms": list(ARMS)}
-    cells.compute(f"probe-{base}", settings, make)
-
-
 def run_training(args: argparse.Namespace, cells: Cells) -> None:
   """Trains all arms of a seed before the next seed."""
   seeds = [int(seed) for seed in args.seeds.split(",")]
   lengths = [int(steps) for steps in args.steps.split(",")]
-  for steps, base in itertools.product(lengths, args.train_bases):
+  for steps, base in itertools.product(lengths, args.bases):
     arms = args.arms or TRAINED.get(steps, {}).get(base, MAIN_ARMS)
     config = config_of(base)
     with opened(config) as (worker, rewards):
@@ -138,13 +103,8 @@ def run_training(args: argparse.Namespace, cells: Cells) -> None:
 
 
 def show_results(cells: Cells) -> None:
-  """Prints the tables of all results, and draws the figures."""
-  probes = of_kind(cells.stored(), "probe")
-  probes = {base: probes[base] for base in BASES if base in probes}
+  """Prints the tables of all results, and draws the figure."""
   runs = cells.stored("run")
-  if probes:
-    print("\n".join(probe_tables(probes)))
-    draw_probes(probes, cells.out / "credit.png")
   if runs:
     print("\n".join(training_tables(runs)))
     draw_training(runs, cells.out / "training.png")
@@ -152,11 +112,7 @@ def show_results(cells: Cells) -> None:
 
 def main() -> None:
   args = parse_args()
-  stages = {
-    "probe": functools.partial(run_probes, args),
-    "train": functools.partial(run_training, args),
-    "tables": show_results,
-  }
+  stages = {"train": functools.partial(run_training, args), "tables": show_results}
   run_stages(args, Cells(args.out), stages)
 
 

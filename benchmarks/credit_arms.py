@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gtpo_jax.algorithms import Algorithm, make
-from gtpo_jax.algorithms.advantages import GroupNormalisation
-from gtpo_jax.algorithms.relative_entropy import COMPARE, ShapedRewards, relative_entropy
 from gtpo_jax.arrays import Rollouts, Signals
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
@@ -23,7 +20,7 @@ from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.truth import batch_truth, decides
 from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.models.params import Params
-from gtpo_jax.probing.arms import REFERENCE, shuffled_means, shuffled_tokens
+from gtpo_jax.probing.arms import shuffled_means, shuffled_tokens
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies
@@ -127,13 +124,6 @@ class Arm:
     """Returns the tokens in the loss, bool[n, g, t]."""
     return _loss_mask(self.algorithm, batch.signals)
 
-  def derivatives(self, batch: ArmBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the derivatives of the loss by log-probs and entropies, f32[n, g, t] each."""
-    log_probs = batch.rollouts.log_probs
-    mask = self.loss_mask(batch)
-    found = _derivative(self.algorithm, log_probs, self.advantages(batch), mask)
-    return np.asarray(found), np.zeros(found.shape, np.float32)
-
 
 @functools.partial(jax.jit, static_argnums=0)
 def _advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
@@ -143,16 +133,6 @@ def _advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _loss_mask(algorithm: Algorithm, signals: Signals) -> jax.Array:
   return algorithm.loss_mask(signals)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _derivative(
-  algorithm: Algorithm, log_probs: jax.Array, advantages: jax.Array, mask: jax.Array
-) -> jax.Array:
-  loss = lambda x: algorithm.loss(
-    log_probs=x, log_probs_old=log_probs, advantages=advantages, mask=mask
-  )[0]
-  return jax.grad(loss)(log_probs)
 
 
 def _within_verdict(batch: ArmBatch) -> np.ndarray:
@@ -179,56 +159,9 @@ def _oracle(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
   return _advantages(algorithm, batch.signals) * (decides(batch.codes) | ~known)
 
 
-def _hesitation(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-  """Charges hesitant tokens of wrong completions most, by rel(H) instead of rel(1/H)."""
-  return _hesitant_advantages(algorithm, batch.signals)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _hesitant_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
-  shaped, units = algorithm.shaped(signals)
-  s = algorithm.settings
-  axes = COMPARE[s.compare, s.scope]
-  minus = -s.alpha1 - s.alpha2 * relative_entropy(units.entropy, units.minus, axes)
-  shaped = ShapedRewards(shaped.plus, jnp.where(units.minus, minus, 0.0))
-  return algorithm.recipe.advantage(shaped, units, GroupNormalisation())
-
-
-def _wrong_side(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-  """Shapes only wrong completions, by rel(1/H)."""
-  return _wrong_side_advantages(algorithm, batch.signals)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _wrong_side_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
-  shaped, units = algorithm.shaped(signals)
-  plus = jnp.where(units.plus, algorithm.settings.alpha1, 0.0)
-  return algorithm.recipe.advantage(ShapedRewards(plus, shaped.minus), units, GroupNormalisation())
-
-
-def _by_entropy(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-  """Multiplies uniform advantages by the entropy relative to the completion, on both sides."""
-  share = relative_entropy(jnp.asarray(batch.signals.entropy), batch.signals.mask, (2,))
-  return _advantages(algorithm, batch.signals) * share
-
-
 def _by_completion(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
   """Gives every token the advantage that GRPO-S gives its completion."""
   return _advantages(GRPO_S, batch.signals)
-
-
-def _by_position(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-  """Subtracts from the verdict the mean over the completions that reach this position."""
-  mask = batch.signals.mask
-  reward = np.where(mask, batch.signals.correct[..., None], 0.0)
-  baseline = reward.sum(1, keepdims=True) / mask.sum(1, keepdims=True).clip(1)
-  return _scaled(reward - baseline, mask)
-
-
-def _scaled(advantages: np.ndarray, mask: np.ndarray) -> jax.Array:
-  """Scales advantages so that their mean square over the tokens is 1; 0 on padding."""
-  scale = np.sqrt((advantages[mask] ** 2).mean()) + 1e-6
-  return jnp.asarray(np.where(mask, advantages / scale, 0.0), jnp.float32)
 
 
 def gtpo(alpha2: float, **settings: Any) -> Algorithm:
@@ -245,14 +178,8 @@ ARMS: dict[str, Arm] = {
   BASELINE: Arm(gtpo(0.0)),
   "gtpo, alpha2 = 0.1": Arm(gtpo(0.1)),
   "gtpo, alpha2 = 1": Arm(gtpo(1.0)),
-  "gtpo, alpha2 = 1, by completion": Arm(gtpo(1.0, compare="sequence")),
-  "gtpo, alpha2 = 1, by group": Arm(gtpo(1.0, compare="matrix")),
   "alpha2 = 1, entropies shuffled": Arm(gtpo(1.0), entropy=_shuffled),
-  "by completion, entropies shuffled": Arm(gtpo(1.0, compare="sequence"), entropy=_shuffled),
   "gtpo_v1, alpha = 1": Arm(make("gtpo_v1", alpha=1.0, **OVER_GROUP)),
-  "gtpo_v1, alpha = 1, by completion": Arm(
-    make("gtpo_v1", alpha=1.0, compare="sequence", **OVER_GROUP)
-  ),
   "grpo_s, beta2 = 0": Arm(_grpo_s(0.0)),
   "grpo_s, beta2 = 0.1": Arm(_grpo_s(0.1)),
   "grpo_s, beta2 = 1": Arm(GRPO_S),
@@ -261,13 +188,6 @@ ARMS: dict[str, Arm] = {
   "dapo": Arm(make("dapo", **EQUAL)),
   "dapo_forking": Arm(make("dapo_forking", **EQUAL)),
   "oracle mask": Arm(gtpo(0.0), _oracle),
-  "ours: 1/H in wrong ones only": Arm(gtpo(1.0), _wrong_side),
-  "ours: 1/H in wrong ones, by completion": Arm(gtpo(1.0, compare="sequence"), _wrong_side),
-  "ours: hesitation on both sides": Arm(gtpo(1.0), _hesitation),
-  "ours: hesitation, by completion": Arm(gtpo(1.0, compare="sequence"), _hesitation),
-  "ours: advantage times rel(H)": Arm(gtpo(0.0), _by_entropy),
-  "rloo": Arm(make("rloo", **EQUAL)),
-  "ours: baseline by position": Arm(gtpo(0.0), _by_position),
 }
 # By arm: the same loss without entropy in the reward and, at the stronger weight, with entropies of
 # other completions. The first control of `gtpo_v1` is the baseline.
@@ -275,34 +195,18 @@ CONTROLS = {
   "grpo_s, beta2 = 0.1": ("grpo_s, beta2 = 0",),
   "grpo_s, beta2 = 1": ("grpo_s, beta2 = 0", "grpo_s, entropies shuffled"),
 }
-REFERENCE_ARM = Arm(REFERENCE)  # the estimate of the true gradient
 
 SHUFFLED = "alpha2 = 1, shuffled within verdict"
-# Of benchmarks/credit_real.py, all probed arms; fipo has the gradient of dapo before the first
-# update, so it is only trained.
-PROBED: dict[str, Arm] = {
-  **{name: ARMS[name] for name in (BASELINE, "gtpo, alpha2 = 0.1", "gtpo, alpha2 = 1")},
+# Of benchmarks/credit_real.py.
+REAL_ARMS: dict[str, Arm] = {
+  **{name: ARMS[name] for name in (BASELINE, "gtpo, alpha2 = 1")},
   SHUFFLED: Arm(gtpo(1.0), entropy=_within_verdict),
-  "alpha2 = 1, norm_sides = own": Arm(gtpo(1.0, norm_sides="own")),
-  **{
-    name: ARMS[name]
-    for name in (
-      "grpo_s, beta2 = 0",
-      "grpo_s, beta2 = 0.1",
-      "grpo_s, beta2 = 1",
-      "grpo_s, entropies shuffled",
-      "dapo",
-      "dapo_forking",
-    )
-  },
-  "empg": Arm(make("empg", **EQUAL)),
-  "empg, step = token": Arm(make("empg", step="token", **EQUAL)),
+  **{name: ARMS[name] for name in ("grpo_s, beta2 = 0", "grpo_s, beta2 = 1", "dapo")},
+  **{name: Arm(make(name, **EQUAL)) for name in ("empg", "fipo")},
 }
-REAL_ARMS = {**PROBED, "fipo": Arm(make("fipo", **EQUAL))}
 REAL_CONTROLS = {
   "gtpo, alpha2 = 1": (SHUFFLED,),
-  "grpo_s, beta2 = 1": ("grpo_s, beta2 = 0", "grpo_s, entropies shuffled"),
-  "dapo_forking": ("dapo",),
+  "grpo_s, beta2 = 1": ("grpo_s, beta2 = 0",),
   "empg": ("dapo",),
   "fipo": ("dapo",),
 }

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import optax
 from credit_arms import Arm, ArmBatch, batch_of, collector_of, next_batch
-from credit_probe import signal_scores
 
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config
+from gtpo_jax.logs.credit_scores import truth_metrics
+from gtpo_jax.logs.truth import CLASSES
 from gtpo_jax.loop.evaluation.evaluate import evaluate_run
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
@@ -68,13 +69,24 @@ def train_arm(
   for step in range(steps):
     batch = next_batch(collector, params, seed * 10_000 + step)
     if step % RECORD_EVERY == 0 or step == steps - 1:
-      curve.append({"step": step + 1, **signal_scores(batch)})
+      curve.append({"step": step + 1, **token_scores(batch)})
     for minibatch in _minibatches(arm, batch):
       params, opt_state = update(params, opt_state, *minibatch)
   held_out = held_out_problems(config, worker)
   evaluation = evaluate_run(config, worker, rewards, params, held_out)
   correct = evaluation.sampled.correct.sum(1).tolist()
   return {"curve": curve, "samples": SAMPLES, "correct": correct}
+
+
+def token_scores(batch: ArmBatch) -> dict[str, float]:
+  """Returns the accuracy of a batch, and entropy and accuracy by token class."""
+  signals = batch.signals
+  found = truth_metrics(batch.codes, signals.correct, np.zeros(batch.codes.shape), signals.entropy)
+  return {
+    "accuracy": float(signals.correct.mean()),
+    **{f"entropy_{name}": found[f"truth/entropy/{name}"] for name in CLASSES},
+    "right_decisive": found["truth/right/decisive"],
+  }
 
 
 def _minibatches(arm: Arm, batch: ArmBatch) -> list[tuple[Rollouts, jax.Array, jax.Array]]:
