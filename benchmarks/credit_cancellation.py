@@ -23,7 +23,8 @@ from gtpo_jax.runtime.startup import prepare_jax
 prepare_jax()  # before JAX is imported
 
 import numpy as np
-from credit_rows import config_of
+from credit_tasks import config_of
+from study import COLORS, names_of
 
 from gtpo_jax.arrays import KeyStream
 from gtpo_jax.logs.display import Display
@@ -142,14 +143,14 @@ def measure(task: str, out: Path) -> list[dict[str, Any]]:
   """Returns for each problem the products by size of the group; those that are done are read."""
   file = out / f"cancellation-{task}.jsonl"
   rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-  config = config_of(task, {"batch.prompts": 1, "batch.group": max(GROUPS)})
+  config = config_of(task, out, batch__prompts=1, batch__group=max(GROUPS))
   if len(rows) == PROBLEMS[task]:
     return rows
   with contextlib.closing(RewardManager(config)) as rewards:
     worker = RolloutWorker(config)
     folder = out / task
     folder.mkdir(parents=True, exist_ok=True)
-    params = base_model(config_of(task), worker, folder, Display(), lambda: False)
+    params = base_model(config, worker, folder, Display(), lambda: False)
     policy = worker.policy(params)
     estimator = ValueEstimator(worker, rewards, policy, config.sampling_params)
     problems = training_problems(config, worker)
@@ -207,7 +208,7 @@ def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
 
   figure = Figure(figsize=(9, 3.2), layout="constrained")
   left, right = figure.subplots(1, 2, sharey=True)
-  for (task, rows), color in zip(found.items(), ("#333333", "#1a6faf", "#cf5a08"), strict=True):
+  for (task, rows), color in zip(found.items(), COLORS, strict=False):
     for key, style in zip(KINDS, (":", "--", "-"), strict=True):
       label = f"{task}, {key}"
       values = [total(rows, g, key).cosine() for g in GROUPS]
@@ -231,8 +232,9 @@ def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", type=Path, required=True)
+  parser.add_argument("--tasks", type=names_of(PROBLEMS), default=list(PROBLEMS))
   args = parser.parse_args()
-  found = {task: measure(task, args.out) for task in PROBLEMS}
+  found = {task: measure(task, args.out) for task in args.tasks}
   print("\n".join(tables(found)))
   draw(found, args.out / "cancellation.png")
 

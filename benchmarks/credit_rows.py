@@ -18,52 +18,40 @@ from gtpo_jax.runtime.startup import prepare_jax
 
 prepare_jax()  # before JAX is imported
 
-import credit_tasks
 import numpy as np
+from credit_tasks import config_of, write_problems
 from study import names_of, table
 
 import gtpo_jax
 from gtpo_jax.algorithms import RECIPES
-from gtpo_jax.config import Config, load
 from gtpo_jax.logs.display import Display
 
-FORKS = {"data.train": "forks", "sampling.max_tokens": 14}
-# By name: the config file of a tiny base model, and the fields that differ.
-TINY: dict[str, tuple[str, dict[str, Any]]] = {
-  "filler0": ("configs/forks.py", {**FORKS, "data.filler": 0}),
-  "filler2": ("configs/forks.py", {**FORKS, "data.filler": 2, "sampling.max_tokens": 26}),
-  "countdown": ("configs/compare.py", {}),
-}
+TINY = ("filler2", "countdown")
+TASKS = (*TINY, "sums", "words")
 TOKENS = "norm_scope=group,loss_aggregation=token"
 # The arms of the first study: uniform credit, then more and more entropy.
 STUDIED = tuple(f"gtpo(alpha2={x},{TOKENS})" for x in (0, 0.1, 1)) + tuple(
   f"grpo_s(beta2={x},{TOKENS})" for x in (0, 1)
 )
-LEFT_OUT = ("dapo_mixed", "rlsd", "opd")  # they need a guide or a teacher
-ROWS = tuple(name for name in RECIPES if name != "grpo" and name not in LEFT_OUT)
-# Recipes without continuations whose gradients differ before the first update.
+# Recipes without a teacher whose gradients differ before the first update, in a single turn.
 DISTINCT = (
-  *("gtpo", "gtpo_v1", "gtpo_v2", "grpo_s", "dapo", "dapo_forking", "dr_grpo", "rloo"),
-  *("reinforce_pp", "max_rl", "qae", "otb", "pass_at_k", "pass_k_max", "w_reinforce"),
-  *("entropy_advantage", "empg"),
+  *("gtpo", "gtpo_v1", "gtpo_v1_clipped", "gtpo_v2", "grpo_s", "grpo_s_v1", "grpo_s_v2", "dapo"),
+  *("dapo_forking", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "qae", "otb", "gdpo"),
+  *("pass_at_k", "pass_k_max", "w_reinforce", "entropy_advantage", "stare", "empg"),
 )
-
-
-def config_of(task: str, changes: Mapping[str, Any] | None = None) -> Config:
-  """Returns the config of a tiny task, with some fields changed."""
-  file, fields = TINY[task]
-  fields = {**fields, "log.tensorboard": False, **(changes or {})}
-  return load(file, [f"--config.{key}={value}" for key, value in fields.items()])
+MEASURED = ("vineppo", "spo_chain")  # by continuations
+LEFT_OUT = ("dapo_mixed", "rlsd", "opd")  # they need a guide or a teacher
+REST = tuple(name for name in RECIPES if name not in ("grpo", *LEFT_OUT, *DISTINCT, *MEASURED))
 
 
 def probe(task: str, out: Path) -> dict[str, Any]:
   """Returns the probe of a task."""
+  arms, sizes = ("grpo", *DISTINCT), (6, 12)
   if task in TINY:
-    config, arms, sizes = config_of(task), ("grpo", *STUDIED, *ROWS), (12, 48)
-  else:
-    credit_tasks.write_problems(out)
-    config, arms, sizes = credit_tasks.config_of(task, out), ("grpo", *DISTINCT), (6, 12)
-  return gtpo_jax.probe(config, arms, *sizes, out / task, Display())
+    arms, sizes = ("grpo", *STUDIED, *DISTINCT, *MEASURED), (12, 48)
+  if task == "filler2":
+    arms += REST
+  return gtpo_jax.probe(config_of(task, out), arms, *sizes, out / task, Display())
 
 
 def tables(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -88,12 +76,12 @@ def tables(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-  tasks = [*TINY, *credit_tasks.TASKS]
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", type=Path, required=True)
-  parser.add_argument("--tasks", type=names_of(tasks), default=["filler2", "countdown", "sums"])
+  parser.add_argument("--tasks", type=names_of(TASKS), default=list(TASKS))
   args = parser.parse_args()
   args.out.mkdir(parents=True, exist_ok=True)
+  write_problems(args.out)
   found = {task: probe(task, args.out) for task in args.tasks}
   for task, result in found.items():
     print(f"{task}: {result['verdict']}", file=sys.stderr)

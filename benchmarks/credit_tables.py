@@ -1,4 +1,4 @@
-"""Tables and figures of benchmarks/credit.py and benchmarks/credit_real.py."""
+"""Tables and figures of benchmarks/credit.py."""
 
 from __future__ import annotations
 
@@ -7,25 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from credit_arms import ARMS, BASELINE, CONTROLS, REAL_ARMS, REAL_CONTROLS
-from study import (
-  Seeds,
-  draw_curves,
-  mean_and_deviation,
-  number,
-  pass_by_problem,
-  table,
-  training_table,
-)
+from credit_arms import ARMS, BASELINE, CONTROLS
+from study import Seeds, draw_curves, mean_and_deviation, pass_by_problem, table, training_table
 
-CLASSES = ("decisive", "copied", "filler", "inert")
-LAST_ROWS = 2  # rows of a curve that describe the end of a run
-REAL_LAST_ROWS = 4  # the same of benchmarks/credit_real.py, which records every step
-REAL_PANELS = {
+LAST_ROWS = 4  # steps that describe the end of a run
+# By key of a curve's points: the title of its panel, of tasks that know the truth and of others.
+TRUTH_PANELS = {
   "accuracy": "correct completions",
-  "entropy": "entropy, nats",
-  "length": "length, tokens",
+  **{f"entropy_{x}": f"entropy of {x} tokens, nats" for x in ("decisive", "copied", "filler")},
 }
+PANELS = {"accuracy": "correct completions", "entropy": "entropy, nats", "length": "length, tokens"}
 
 Results = Mapping[str, Mapping[str, Any]]  # by name
 
@@ -44,53 +35,11 @@ def by_training(
   return found
 
 
-def _at_end(seeds: Seeds, key: str, rows: int) -> np.ndarray:
-  """Returns the mean over the last rows of each seed's curve, without missing values."""
-  # A step in which no group had contrast has no clipped tokens, which is NaN.
-  return np.asarray(
-    [np.nanmean([row.get(key, 0) for row in run["curve"][-rows:]]) for run in seeds.values()]
-  )
-
-
-def training_tables(runs: Results) -> list[str]:
-  """Returns, for every number of steps and base model, the table of the trained arms."""
-  lines = []
-  for (steps, base), by_arm in by_training(runs, ("steps", "base"), ARMS).items():
-
-    def log_odds(arm: str, by_arm: Mapping[str, Seeds] = by_arm) -> str:
-      right = _at_end(by_arm[arm], "right_decisive", LAST_ROWS)
-      return mean_and_deviation(np.log(right / (1 - right)), 2)
-
-    def entropies(arm: str, by_arm: Mapping[str, Seeds] = by_arm) -> str:
-      at_end = (_at_end(by_arm[arm], f"entropy_{name}", LAST_ROWS) for name in CLASSES[:3])
-      return ", ".join(number(values.mean()) for values in at_end)
-
-    more = {
-      "log-odds of right decisions": log_odds,
-      "entropy of decisive, copied, filler": entropies,
-    }
-    lines += ["", f"Trained from {base}, {steps} steps"]
-    lines += training_table(by_arm, BASELINE, CONTROLS, more)
-  return lines
-
-
-def draw_training(runs: Results, file: Path) -> None:
-  """Draws accuracy and entropy by token class over the longest runs, a row per base model."""
-  found = by_training(runs, ("steps", "base"), ARMS)
-  longest = max(steps for steps, _ in found)
-  rows = {f"from {base}": by_arm for (steps, base), by_arm in found.items() if steps == longest}
-  panels = {
-    "accuracy": "correct completions",
-    **{f"entropy_{name}": f"entropy of {name} tokens, nats" for name in CLASSES[:3]},
-  }
-  draw_curves(rows, panels, ARMS, file)
-
-
-def real_tables(results: Results) -> list[str]:
-  """Returns the tables of what is stored: machines, base model and training."""
-  lines = _machine_table(results) + _real_base_table(of_kind(results, "base"))
-  for (task,), by_arm in by_training(results, ("task",), REAL_ARMS).items():
-    lines += _real_training_table(task, by_arm)
+def tables(results: Results) -> list[str]:
+  """Returns the tables of what is stored: machines, base models and training."""
+  lines = _machine_table(results) + _base_table(of_kind(results, "base"))
+  for (task, steps), by_arm in by_training(results, ("task", "steps"), ARMS).items():
+    lines += _training_table(task, steps, by_arm)
   return lines
 
 
@@ -110,7 +59,7 @@ def _machine_table(results: Results) -> list[str]:
   return table(("machine", "results", "minutes"), rows)
 
 
-def _real_base_table(evaluations: Results) -> list[str]:
+def _base_table(evaluations: Results) -> list[str]:
   """Returns the table of the base model's evaluations."""
   rows = []
   for task, base in evaluations.items():
@@ -120,12 +69,17 @@ def _real_base_table(evaluations: Results) -> list[str]:
   return table(("task", "pass@1", "pass@8", "greedy", "length", "finished"), rows)
 
 
-def _real_training_table(task: str, by_arm: Mapping[str, Seeds]) -> list[str]:
+def _training_table(task: str, steps: int, by_arm: Mapping[str, Seeds]) -> list[str]:
   """Returns the table of a task's arms, and lines on the arms and their controls."""
-  steps = max(run["settings"]["steps"] for seeds in by_arm.values() for run in seeds.values())
-  last = lambda run: run["evaluations"][max(run["evaluations"], key=int)]
+  last = lambda run: run["evaluations"][str(steps)]
   ends = {arm: {seed: last(run) for seed, run in seeds.items()} for arm, seeds in by_arm.items()}
-  at_end = lambda arm, key: _at_end(by_arm[arm], key, REAL_LAST_ROWS)
+
+  def at_end(arm: str, key: str) -> np.ndarray:
+    """Returns the mean over the last steps of each seed, without missing values."""
+    # A step in which no group had contrast has no clipped tokens, which is NaN.
+    curves = [run["curve"][-LAST_ROWS:] for run in by_arm[arm].values()]
+    return np.asarray([np.nanmean([row.get(key, 0) for row in rows]) for rows in curves])
+
   clipped = lambda arm: (f"{100 * at_end(arm, f'clip/{x}').mean():.2f}" for x in ("low", "high"))
   greedy = lambda arm: [100 * np.mean(end["greedy"]) for end in ends[arm].values()]
   more = {
@@ -134,11 +88,25 @@ def _real_training_table(task: str, by_arm: Mapping[str, Seeds]) -> list[str]:
     "length": lambda arm: mean_and_deviation(at_end(arm, "length"), 1),
     "clipped below, above": lambda arm: f"{', '.join(clipped(arm))} %",
   }
+  if _knows_truth(by_arm):
+    right = lambda arm: at_end(arm, "right_decisive")
+    more["log-odds of right decisions"] = lambda arm: mean_and_deviation(
+      np.log(right(arm) / (1 - right(arm))), 2
+    )
+    more["entropy of decisive, copied, filler"] = lambda arm: ", ".join(
+      f"{at_end(arm, key).mean():.2f}" for key in list(TRUTH_PANELS)[1:]
+    )
   title = ["", f"Trained on {task}, {steps} steps"]
-  return title + training_table(ends, BASELINE, REAL_CONTROLS, more)
+  return title + training_table(ends, BASELINE, CONTROLS, more)
 
 
-def draw_real_training(results: Results, file: Path) -> None:
-  """Draws accuracy, entropy and length over the steps, a row per task."""
-  rows = {task: x for (task,), x in by_training(results, ("task",), REAL_ARMS).items()}
-  draw_curves(rows, REAL_PANELS, REAL_ARMS, file)
+def _knows_truth(by_arm: Mapping[str, Seeds]) -> bool:
+  return "right_decisive" in next(iter(next(iter(by_arm.values())).values()))["curve"][0]
+
+
+def draw_training(results: Results, out: Path) -> None:
+  """Draws OUT/training.png and OUT/training_truth.png: a row per task, of its longest runs."""
+  found = {task: x for (task, _), x in by_training(results, ("task", "steps"), ARMS).items()}
+  for truth, panels, name in ((False, PANELS, "training"), (True, TRUTH_PANELS, "training_truth")):
+    if rows := {task: x for task, x in found.items() if _knows_truth(x) == truth}:
+      draw_curves(rows, panels, ARMS, out / f"{name}.png")

@@ -4,12 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from credit_arms import ARMS, BASELINE, ArmBatch
+from credit_arms import ARMS, BASELINE, TRAINED, ArmBatch
 from credit_cancellation import products
-from credit_tasks import HELD_OUT, TRAINING_PROBLEMS, two_words, write_problems
+from credit_tasks import HELD_OUT, TASKS, TRAINING_PROBLEMS, two_words, write_problems
+from credit_tasks import config_of as task_config
 from study import Cells, compare
 
-from gtpo_jax.arrays import Signals
+from gtpo_jax.arrays import Rewards, Rollouts, Signals
 from gtpo_jax.runtime.errors import UserError
 
 N, G, T = 4, 4, 6
@@ -91,25 +92,32 @@ def case():
     penalty=np.zeros((N, G), np.float32),
   )
   codes = np.where(mask, rng.choice(np.uint8([1, 2, 3, 4, 11, 12]), mask.shape), 0)
-  return ArmBatch(None, signals, codes, 0)
+  return ArmBatch(signals, codes, 0)
+
+
+def advantages_of(name, batch):
+  """Returns the advantages that an update with this arm computes."""
+  signals = batch.signals
+  rollouts = Rollouts(None, None, None, signals.mask, None, signals.entropy, None)
+  rewards = Rewards(signals.correct, signals.reward, signals.penalty, None)
+  rollouts, rewards = ARMS[name].changed(rollouts, rewards, batch)
+  return np.asarray(ARMS[name].algorithm.advantages(Signals.of(rollouts, rewards)))
 
 
 @pytest.mark.slow
 def test_the_oracle_pays_deciding_tokens(case):
-  batch = case
-  uniform = np.asarray(ARMS[BASELINE].advantages(batch))
-  oracle = np.asarray(ARMS["oracle mask"].advantages(batch))
-  decides = batch.codes % 8 >= 3
+  uniform = advantages_of(BASELINE, case)
+  oracle = advantages_of("oracle mask", case)
+  decides = case.codes % 8 >= 3
   np.testing.assert_array_equal(oracle[decides], uniform[decides])
   assert not oracle[~decides].any() and oracle[decides].any()
 
 
 @pytest.mark.slow
 def test_shuffled_completions_exchange_the_credit_of_grpo_s_within_a_verdict(case):
-  batch = case
-  correct = batch.signals.correct
+  correct = case.signals.correct
   own, shuffled = (
-    np.asarray(ARMS[name].advantages(batch)).max(2, where=batch.signals.mask, initial=-np.inf)
+    advantages_of(name, case).max(2, where=case.signals.mask, initial=-np.inf)
     for name in ("grpo_s, beta2 = 1", "grpo_s, entropies shuffled")
   )
   for i in range(len(correct)):
@@ -117,6 +125,15 @@ def test_shuffled_completions_exchange_the_credit_of_grpo_s_within_a_verdict(cas
       of = correct[i] == verdict
       np.testing.assert_allclose(np.sort(shuffled[i, of]), np.sort(own[i, of]), atol=1e-5)
   assert not np.allclose(shuffled, own, atol=1e-2)
+
+
+def test_every_task_has_a_config(tmp_path):
+  for task, steps in TRAINED:
+    name = task.partition("_lora")[0]
+    config = task_config(task, tmp_path, seed=3)
+    assert name in TASKS and steps in (12, 100) and config.seed == 3
+    assert config.model.lora_rank == (16 if "_lora16" in task else 0)
+  assert task_config("filler2", tmp_path).data.filler == 2
 
 
 def test_credit_that_cancels_by_hand():
