@@ -23,25 +23,21 @@ from credit_tasks import config_of, write_problems
 from study import names_of, table
 
 import gtpo_jax
-from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.logs.display import Display
 
 TINY = ("filler2", "countdown")
 TASKS = (*TINY, "sums", "words")
 TOKENS = "norm_scope=group,loss_aggregation=token"
 # The arms of the first study: uniform credit, then more and more entropy.
-STUDIED = tuple(f"gtpo(alpha2={x},{TOKENS})" for x in (0, 0.1, 1)) + tuple(
-  f"grpo_s(beta2={x},{TOKENS})" for x in (0, 1)
-)
-# Recipes without a teacher whose gradients differ before the first update, in a single turn.
+STUDIED = (*(f"gtpo(alpha2={x},{TOKENS})" for x in (0, 0.1, 1)), f"grpo_s(beta2=1,{TOKENS})")
+# Recipes whose first gradients have different directions, without a guide or a teacher. Before the
+# first update and in a single turn, gspo, gspo_token, sapo and gmpo are grpo; dr_grpo, dppo and
+# reinforce_pp are rloo; grpo_s_v1 is grpo, gtpo_v1_clipped gtpo_v1, and the others are dapo.
 DISTINCT = (
-  *("gtpo", "gtpo_v1", "gtpo_v1_clipped", "gtpo_v2", "grpo_s", "grpo_s_v1", "grpo_s_v2", "dapo"),
-  *("dapo_forking", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "qae", "otb", "gdpo"),
-  *("pass_at_k", "pass_k_max", "w_reinforce", "entropy_advantage", "stare", "empg"),
+  *("gtpo", "gtpo_v1", "gtpo_v2", "grpo_s", "grpo_s_v2", "dapo", "dapo_forking", "rloo", "max_rl"),
+  *("qae", "otb", "pass_at_k", "pass_k_max", "w_reinforce", "entropy_advantage", "empg"),
 )
 MEASURED = ("vineppo", "spo_chain")  # by continuations
-LEFT_OUT = ("dapo_mixed", "rlsd", "opd")  # they need a guide or a teacher
-REST = tuple(name for name in RECIPES if name not in ("grpo", *LEFT_OUT, *DISTINCT, *MEASURED))
 
 
 def probe(task: str, out: Path) -> dict[str, Any]:
@@ -49,8 +45,6 @@ def probe(task: str, out: Path) -> dict[str, Any]:
   arms, sizes = ("grpo", *DISTINCT), (6, 12)
   if task in TINY:
     arms, sizes = ("grpo", *STUDIED, *DISTINCT, *MEASURED), (12, 48)
-  if task == "filler2":
-    arms += REST
   return gtpo_jax.probe(config_of(task, out), arms, *sizes, out / task, Display())
 
 
