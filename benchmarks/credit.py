@@ -1,163 +1,154 @@
-"""Measures on tasks that know the truth where algorithms put their credit, and what it does.
+"""Trains with the credit of each arm, on tiny tasks that know the truth and with SmolLM2.
 
-    python benchmarks/credit.py --out=runs/credit [--stages=probe,train,tables] [--steps=12,100]
+    python benchmarks/credit.py --out=runs/credit [--tasks=sums,words] [--stages=base,train,tables]
+      [--cells=PATTERN,...] [--budget_minutes=N]
 
-Base models imitate the teachers of `configs/forks.py`: with no, two or four letters of filler
-before a decision on average, and with a teacher that is sure of its mistakes. Another is that of
-`configs/tiny.py`, running sums, and two are those of `configs/compare.py`, countdown, with
-different seeds. `probe` compares, at fixed parameters, the gradient of every arm with an estimate
-of the true gradient. `train` trains some arms with several seeds, with the same problems and
-sampling keys for all arms of a seed. `tables` prints the results as Markdown and draws
-OUT/credit.png and OUT/training.png. Every base model, probe and run is stored in OUT when it is
-done; the same command continues with those that are missing. It uses one core, and gives the same
-numbers whenever it runs on the same kind of CPU.
+docs/experiments.md has the plans; `credit_rows.py` compares the gradients. `base` evaluates the
+base model. `train` trains arms with several seeds, with the same problems and sampling keys for all
+arms of a seed. `tables` prints the results as Markdown and draws OUT/training*.png. Every base
+model and run is stored in OUT when it is done; the same command continues with those that are
+missing. Results of earlier sessions in `--results` count as done. The environment variable
+GTPO_SMOLLM2 names the folder of the model. Each of two processes has a core of its own, and gives
+the same digits whenever it runs on the same kind of CPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
+import contextlib
+import dataclasses
 import itertools
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
 from gtpo_jax.runtime.startup import prepare_jax
 
-# XLA divides sums among its threads, so with more cores the numbers would depend on how many.
-if hasattr(os, "sched_setaffinity"):
-  os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+CORES = 2  # XLA divides sums among its threads, so the digits depend on their number
+if __name__ == "__main__" and hasattr(os, "sched_setaffinity"):
+  os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
 prepare_jax()  # before JAX is imported
 
-from credit_arms import ARMS, BASELINE, open_base, opened
-from credit_probe import probe
-from credit_tables import draw_probes, draw_training, of_kind, probe_tables, training_tables
-from credit_training import train_arm
+from credit_arms import ARMS, TRAINED, open_base, opened, shared_worker
+from credit_tables import draw_training, of_kind, tables
+from credit_tasks import TASKS, config_of, write_problems
+from credit_training import Sizes, evaluate, train
 from study import Cells, names_of, run_stages, slug, study_parser
 
-from gtpo_jax.config import Config, load
+from gtpo_jax.config import Config
+from gtpo_jax.models.params import Params
+from gtpo_jax.rollout.policies import initial_params
+from gtpo_jax.rollout.scoring.manager import RewardManager
+from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.errors import UserError
+
+STAGES = ("base", "train", "tables")
+SEEDS = 5
 
 
-def forks(task: str, filler: int) -> tuple[str, list[str]]:
-  """Returns the config file and the overrides for a task with this much filler."""
-  overrides = {"data.train": task, "data.filler": filler, "sampling.max_tokens": 6 * filler + 14}
-  return "configs/forks.py", [f"--config.{key}={value}" for key, value in overrides.items()]
+def sizes_of(config: Config, steps: int = 12) -> Sizes:
+  """Returns the sizes of a run: tiny models are evaluated on more problems."""
+  return Sizes(steps, steps, 200 if config.warm_start.steps else 64, 8)
 
 
-# By name: the config file and the overrides of a base model.
-BASES = {
-  "filler0": forks("forks", 0),
-  "filler2": forks("forks", 2),
-  "filler4": forks("forks", 4),
-  "confident": forks("forks_confident", 2),
-  "sums": ("configs/tiny.py", []),
-  "countdown": ("configs/compare.py", []),
-  "countdown_b": ("configs/compare.py", ["--config.seed=1"]),
-}
-MAIN_ARMS = (
-  BASELINE,
-  "gtpo, alpha2 = 0.1",
-  "gtpo, alpha2 = 1",
-  "alpha2 = 1, entropies shuffled",
-  "oracle mask",
-)
-LONG_ARMS = (BASELINE, "gtpo, alpha2 = 0.1", "gtpo, alpha2 = 1", "oracle mask")
-BY_COMPLETION = (
-  "gtpo_v1, alpha = 1",
-  "grpo_s, beta2 = 0",
-  "grpo_s, beta2 = 0.1",
-  "grpo_s, beta2 = 1",
-  "grpo_s, entropies shuffled",
-  "ours: rewards of grpo_s, token ratios",
-)
-# By number of steps and base model: the arms that are trained, unless --arms says otherwise.
-TRAINED = {
-  12: {
-    "filler2": (*MAIN_ARMS, "gtpo_v1, alpha = 1", "dapo_forking", "dapo"),
-    "confident": MAIN_ARMS,
-    "countdown": (*MAIN_ARMS, *BY_COMPLETION),
-  },
-  100: {"filler2": LONG_ARMS, "confident": LONG_ARMS, "countdown": (*LONG_ARMS, *BY_COMPLETION)},
-}
-TRAIN_BASES = ("filler2", "confident", "countdown")
-STAGES = ("probe", "train", "tables")
+def base_of(cells: Cells, task: str, worker: RolloutWorker, config: Config) -> Params:
+  """Returns the parameters that the runs of a task start from."""
+  if config.warm_start.steps:
+    return open_base(cells.out, task, worker, config)
+  return initial_params(config, worker)
 
 
-def parse_args() -> argparse.Namespace:
-  """Returns the options, and exits if one names something that does not exist."""
-  parser = study_parser(__doc__, STAGES)
-  parser.add_argument("--bases", type=names_of(BASES), default=list(BASES))
-  parser.add_argument("--batches", type=int, default=12, help="batches of the probe, per base")
-  parser.add_argument("--reference", type=int, default=48, help="batches of the true gradient")
-  parser.add_argument(
-    "--train-bases", type=names_of(BASES), default=TRAIN_BASES, help="bases to train from"
-  )
-  parser.add_argument("--arms", type=names_of(ARMS, ";"), help="arms to train, separated by ;")
-  parser.add_argument("--seeds", default="0,1,2,3,4")
-  parser.add_argument("--steps", default="12,100", help="steps of the training runs")
-  return parser.parse_args()
+def run_base(cells: Cells, tasks: list[str]) -> None:
+  """Evaluates the base model on each task."""
+  for task in tasks:
+    config = config_of(task, cells.out)
 
-
-def config_of(base: str) -> Config:
-  """Returns the config of a base model, and of everything that starts from it."""
-  file, overrides = BASES[base]
-  return load(
-    file, [*overrides, "--config.log.tensorboard=False", "--config.batch.micro_batches=1"]
-  )
-
-
-def run_probes(args: argparse.Namespace, cells: Cells) -> None:
-  """Probes the base models, with all arms."""
-  for base in args.bases:
-
-    def make(base: str = base) -> dict[str, Any]:
-      config = config_of(base)
+    def make(task: str = task, config: Config = config) -> dict[str, Any]:
       with opened(config) as (worker, rewards):
-        params = open_base(args.out, base, worker, config)
-        return probe(config, worker, rewards, params, ARMS, args.batches, args.reference)
+        params = base_of(cells, task, worker, config)
+        return evaluate(config, worker, rewards, params, sizes_of(config))
 
-    settings = {"batches": args.batches, "reference": args.reference, "arms": list(ARMS)}
-    cells.compute(f"probe-{base}", settings, make)
+    cells.compute(f"base-{task}", {"task": task, **settings_of(config)}, make)
 
 
-def run_training(args: argparse.Namespace, cells: Cells) -> None:
-  """Trains all arms of a seed before the next seed."""
-  seeds = [int(seed) for seed in args.seeds.split(",")]
-  lengths = [int(steps) for steps in args.steps.split(",")]
-  for steps, base in itertools.product(lengths, args.train_bases):
-    arms = args.arms or TRAINED.get(steps, {}).get(base, MAIN_ARMS)
-    config = config_of(base)
-    with opened(config) as (worker, rewards):
-      for seed, arm in itertools.product(seeds, arms):
+def run_training(cells: Cells, tasks: list[str], share: str) -> None:
+  """Trains a share of what has no result, all arms of a seed before the next seed.
 
-        def make(seed: int = seed, arm: str = arm) -> dict[str, Any]:
-          params = open_base(args.out, base, worker, config)  # noqa: B023
-          return train_arm(config, worker, rewards, params, ARMS[arm], seed, steps)  # noqa: B023
+  Args:
+    cells: where results are.
+    tasks: the tasks to train on.
+    share: "I/N", for the runs I, I + N, I + 2 N and so on.
+  """
+  first, processes = map(int, share.split("/"))
+  chosen = [key for key in TRAINED if key[0].partition("_lora")[0] in tasks]
+  runs = [(task, steps, arm) for task, steps in chosen for arm in TRAINED[task, steps]]
+  for seed, (task, steps, arm) in list(itertools.product(range(SEEDS), runs))[first::processes]:
+    config = config_of(task, cells.out, seed=seed)
 
-        settings = {"base": base, "arm": arm, "seed": seed, "steps": steps}
-        cells.compute(f"run-{base}-{slug(arm)}-{seed}-{steps}", settings, make)
+    def make(config: Config = config, task: str = task, arm: str = arm, steps: int = steps):
+      worker = shared_worker(config_of(task, cells.out))
+      with contextlib.closing(RewardManager(config)) as rewards:
+        params = base_of(cells, task, worker, config_of(task, cells.out))
+        return train(config, worker, rewards, params, ARMS[arm], sizes_of(config, steps))
+
+    sizes = dataclasses.asdict(sizes_of(config, steps))
+    settings = {"task": task, "arm": arm, "seed": seed, **sizes, **settings_of(config)}
+    suffix = "" if steps == 12 else f"-{steps}"
+    cells.compute(f"run-{task}-{slug(arm)}-{seed}{suffix}", settings, make)
+
+
+def train_on_each_core() -> None:
+  """Trains with one process per core: a second core makes a run hardly faster."""
+  available = sorted(os.sched_getaffinity(0))
+  children = []
+  for number, core in enumerate(available):
+    share = f"--share={number}/{len(available)}"
+    os.sched_setaffinity(0, [core])  # the child inherits it
+    children.append(subprocess.Popen([sys.executable, *sys.argv, "--stages=train", share]))
+  os.sched_setaffinity(0, available)
+  statuses = [child.wait() for child in children]
+  if any(statuses):
+    raise UserError("a training process failed; its error is above")
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+  """Returns the fields of a config that decide its numbers, without paths of this machine."""
+  return {
+    "prompts": config.batch.prompts,
+    "group": config.batch.group,
+    "max_tokens": config.sampling.max_tokens,
+    "temperature": config.sampling.temperature,
+    "compute_dtype": config.model.compute_dtype,
+    "learning_rate": config.optimizer.learning_rate,
+    "lora_rank": config.model.lora_rank,
+    "data": Path(config.data.train).name,
+  }
 
 
 def show_results(cells: Cells) -> None:
   """Prints the tables of all results, and draws the figures."""
-  probes = of_kind(cells.stored(), "probe")
-  probes = {base: probes[base] for base in BASES if base in probes}
-  runs = cells.stored("run")
-  if probes:
-    print("\n".join(probe_tables(probes)))
-    draw_probes(probes, cells.out / "credit.png")
-  if runs:
-    print("\n".join(training_tables(runs)))
-    draw_training(runs, cells.out / "training.png")
+  found = cells.stored()
+  print("\n".join(tables(found)))
+  if of_kind(found, "run"):
+    draw_training(found, cells.out)
 
 
 def main() -> None:
-  args = parse_args()
-  stages = {
-    "probe": functools.partial(run_probes, args),
-    "train": functools.partial(run_training, args),
-    "tables": show_results,
-  }
-  run_stages(args, Cells(args.out), stages)
+  parser = study_parser(__doc__, STAGES, ROOT / "benchmarks/results/credit_real")
+  parser.add_argument("--tasks", type=names_of(TASKS), default=list(TASKS))
+  parser.add_argument("--share", help="I/N: train only every N-th run, from the I-th, on one core")
+  args = parser.parse_args()
+  cells = Cells.of(args)
+  write_problems(cells.out)
+  training = lambda cells: train_on_each_core()
+  if args.share or not hasattr(os, "sched_setaffinity"):
+    training = lambda cells: run_training(cells, args.tasks, args.share or "0/1")
+  base = lambda cells: run_base(cells, args.tasks)
+  run_stages(args, cells, {"base": base, "train": training, "tables": show_results})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ways of assigning credit that the studies of credit compare, and the batches they read."""
+"""The ways of assigning credit that the studies train with, and the batches they read."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gtpo_jax.algorithms import Algorithm, make
-from gtpo_jax.algorithms.advantages import GroupNormalisation
-from gtpo_jax.algorithms.relative_entropy import COMPARE, ShapedRewards, relative_entropy
-from gtpo_jax.arrays import Rollouts, Signals
+from gtpo_jax.arrays import Rewards, Rollouts, Signals
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.truth import batch_truth, decides
 from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.models.params import Params
-from gtpo_jax.probing.arms import REFERENCE, shuffled_means, shuffled_tokens
+from gtpo_jax.probing.arms import shuffled_means, shuffled_tokens
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies
@@ -39,16 +36,14 @@ BASELINE = "gtpo, alpha2 = 0"
 
 @dataclasses.dataclass(frozen=True)
 class ArmBatch:
-  """A batch of n groups of g completions, sampled at fixed parameters.
+  """A batch of n groups of g completions.
 
   Attributes:
-    rollouts: [n, g, t], on the device.
     signals: what advantages are computed from, host arrays.
     codes: u8[n, g, t], the truth of the tokens (`logs.truth`); 0 where it is unknown.
     key: seeds what is random in an arm.
   """
 
-  rollouts: Rollouts
   signals: Signals
   codes: np.ndarray
   key: int
@@ -68,37 +63,32 @@ def shared_worker(config: Config) -> RolloutWorker:
 
 
 def open_base(out: Path, name: str, worker: RolloutWorker, config: Config) -> Params:
-  """Returns the parameters of a base model, which is trained if OUT does not have it."""
-  folder = out / f"base-{name}"
+  """Returns the parameters of a base model; OUT keeps those of a warm start."""
+  folder = out / name
   folder.mkdir(parents=True, exist_ok=True)
   return base_model(config, worker, folder, Display(enabled=False), lambda: False)
 
 
-def collector_of(
-  config: Config, worker: RolloutWorker, rewards: RewardManager, first: int = 0
-) -> Collector:
-  """Returns a collector whose k-th batch depends only on the config, the parameters and k.
-
-  `first` is the k of the batch that it collects first.
-  """
+def collector_of(config: Config, worker: RolloutWorker, rewards: RewardManager) -> Collector:
+  """Returns a collector whose k-th batch depends only on the config, the parameters and k."""
   problems = training_problems(config, worker)
-  return Collector(
-    config, worker, rewards, problems, FrozenPolicies(None, None, {}, {}), steps=first
-  )
-
-
-def next_batch(collector: Collector, params: Params, key: int) -> ArmBatch:
-  """Samples the collector's next batch with these parameters; `key` as in `ArmBatch`."""
-  return batch_of(collector.collect(params, 0, print), collector.worker, key)
+  return Collector(config, worker, rewards, problems, FrozenPolicies(None, None, {}, {}))
 
 
 def batch_of(collected: Batch, worker: RolloutWorker, key: int) -> ArmBatch:
   """Returns what the arms read of a collected batch; `key` as in `ArmBatch`."""
-  rollouts = collected.rollouts
   codes = batch_truth(collected, worker).tokens
   if codes is None:
-    codes = np.zeros(rollouts.tokens.shape, np.uint8)
-  return ArmBatch(rollouts, batch_signals(collected), codes, key)
+    codes = np.zeros(collected.rollouts.tokens.shape, np.uint8)
+  return ArmBatch(batch_signals(collected), codes, key)
+
+
+class Weighted(Algorithm):
+  """An algorithm whose advantages are multiplied by `turn_reward`, which no recipe of it reads."""
+
+  def advantages(self, signals: Signals) -> jax.Array:
+    """Returns the product; see the base class."""
+    return super().advantages(signals) * signals.turn_reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,53 +96,24 @@ class Arm:
   """A way to assign credit.
 
   Attributes:
-    algorithm: its loss, and the credit before `change`.
-    change: (algorithm, batch) -> advantages f32[n, g, t]; None for the algorithm's own.
+    algorithm: its advantages and its loss.
     entropy: batch -> entropies f32[n, g, t] that replace the policy's own; None to keep these.
+    weights: batch -> f32[n, g, t] for a `Weighted` algorithm; None for others.
   """
 
   algorithm: Algorithm
-  change: Callable[[Algorithm, ArmBatch], jax.Array] | None = None
   entropy: Callable[[ArmBatch], np.ndarray] | None = None
+  weights: Callable[[ArmBatch], np.ndarray] | None = None
 
-  def advantages(self, batch: ArmBatch) -> jax.Array:
-    """Returns the advantages f32[n, g, t] of a batch."""
+  def changed(
+    self, rollouts: Rollouts, rewards: Rewards, batch: ArmBatch
+  ) -> tuple[Rollouts, Rewards]:
+    """Returns a batch with the arm's own entropies and weights."""
     if self.entropy is not None:
-      signals = batch.signals.replace(entropy=self.entropy(batch))
-      batch = dataclasses.replace(batch, signals=signals)
-    change = self.change or (lambda algorithm, batch: _advantages(algorithm, batch.signals))
-    return change(self.algorithm, batch)
-
-  def loss_mask(self, batch: ArmBatch) -> jax.Array:
-    """Returns the tokens in the loss, bool[n, g, t]."""
-    return _loss_mask(self.algorithm, batch.signals)
-
-  def derivatives(self, batch: ArmBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the derivatives of the loss by log-probs and entropies, f32[n, g, t] each."""
-    log_probs = batch.rollouts.log_probs
-    mask = self.loss_mask(batch)
-    found = _derivative(self.algorithm, log_probs, self.advantages(batch), mask)
-    return np.asarray(found), np.zeros(found.shape, np.float32)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
-  return algorithm.advantages(signals)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _loss_mask(algorithm: Algorithm, signals: Signals) -> jax.Array:
-  return algorithm.loss_mask(signals)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _derivative(
-  algorithm: Algorithm, log_probs: jax.Array, advantages: jax.Array, mask: jax.Array
-) -> jax.Array:
-  loss = lambda x: algorithm.loss(
-    log_probs=x, log_probs_old=log_probs, advantages=advantages, mask=mask
-  )[0]
-  return jax.grad(loss)(log_probs)
+      rollouts = rollouts.replace(entropy=jax.numpy.asarray(self.entropy(batch)))
+    if self.weights is not None:
+      rewards = rewards.replace(turn_reward=jax.numpy.asarray(self.weights(batch)))
+    return rollouts, rewards
 
 
 def _within_verdict(batch: ArmBatch) -> np.ndarray:
@@ -173,62 +134,10 @@ def _shuffled(batch: ArmBatch) -> np.ndarray:
   return entropy
 
 
-def _oracle(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-  """Pays only the tokens that decide; completions of unknown truth keep uniform credit."""
+def deciding(batch: ArmBatch) -> np.ndarray:
+  """Returns 1 on tokens that decide, and on completions of unknown truth, f32[n, g, t]."""
   known = (batch.codes > 0).any(-1, keepdims=True)
-  return _advantages(algorithm, batch.signals) * (decides(batch.codes) | ~known)
-
-
-def _hesitation(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-  """Charges hesitant tokens of wrong completions most, by rel(H) instead of rel(1/H)."""
-  return _hesitant_advantages(algorithm, batch.signals)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _hesitant_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
-  shaped, units = algorithm.shaped(signals)
-  s = algorithm.settings
-  axes = COMPARE[s.compare, s.scope]
-  minus = -s.alpha1 - s.alpha2 * relative_entropy(units.entropy, units.minus, axes)
-  shaped = ShapedRewards(shaped.plus, jnp.where(units.minus, minus, 0.0))
-  return algorithm.recipe.advantage(shaped, units, GroupNormalisation())
-
-
-def _wrong_side(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-  """Shapes only wrong completions, by rel(1/H)."""
-  return _wrong_side_advantages(algorithm, batch.signals)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _wrong_side_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
-  shaped, units = algorithm.shaped(signals)
-  plus = jnp.where(units.plus, algorithm.settings.alpha1, 0.0)
-  return algorithm.recipe.advantage(ShapedRewards(plus, shaped.minus), units, GroupNormalisation())
-
-
-def _by_entropy(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-  """Multiplies uniform advantages by the entropy relative to the completion, on both sides."""
-  share = relative_entropy(jnp.asarray(batch.signals.entropy), batch.signals.mask, (2,))
-  return _advantages(algorithm, batch.signals) * share
-
-
-def _by_completion(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-  """Gives every token the advantage that GRPO-S gives its completion."""
-  return _advantages(GRPO_S, batch.signals)
-
-
-def _by_position(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-  """Subtracts from the verdict the mean over the completions that reach this position."""
-  mask = batch.signals.mask
-  reward = np.where(mask, batch.signals.correct[..., None], 0.0)
-  baseline = reward.sum(1, keepdims=True) / mask.sum(1, keepdims=True).clip(1)
-  return _scaled(reward - baseline, mask)
-
-
-def _scaled(advantages: np.ndarray, mask: np.ndarray) -> jax.Array:
-  """Scales advantages so that their mean square over the tokens is 1; 0 on padding."""
-  scale = np.sqrt((advantages[mask] ** 2).mean()) + 1e-6
-  return jnp.asarray(np.where(mask, advantages / scale, 0.0), jnp.float32)
+  return (decides(batch.codes) | ~known).astype(np.float32)
 
 
 def gtpo(alpha2: float, **settings: Any) -> Algorithm:
@@ -239,76 +148,47 @@ def _grpo_s(beta2: float) -> Algorithm:
   return make("grpo_s", beta2=beta2, **OVER_GROUP)
 
 
-GRPO_S = _grpo_s(1.0)
-
+SHUFFLED = "alpha2 = 1, shuffled within verdict"
 ARMS: dict[str, Arm] = {
   BASELINE: Arm(gtpo(0.0)),
   "gtpo, alpha2 = 0.1": Arm(gtpo(0.1)),
   "gtpo, alpha2 = 1": Arm(gtpo(1.0)),
-  "gtpo, alpha2 = 1, by completion": Arm(gtpo(1.0, compare="sequence")),
-  "gtpo, alpha2 = 1, by group": Arm(gtpo(1.0, compare="matrix")),
-  "alpha2 = 1, entropies shuffled": Arm(gtpo(1.0), entropy=_shuffled),
-  "by completion, entropies shuffled": Arm(gtpo(1.0, compare="sequence"), entropy=_shuffled),
+  "alpha2 = 1, entropies shuffled": Arm(gtpo(1.0), _shuffled),
+  SHUFFLED: Arm(gtpo(1.0), _within_verdict),
   "gtpo_v1, alpha = 1": Arm(make("gtpo_v1", alpha=1.0, **OVER_GROUP)),
-  "gtpo_v1, alpha = 1, by completion": Arm(
-    make("gtpo_v1", alpha=1.0, compare="sequence", **OVER_GROUP)
-  ),
   "grpo_s, beta2 = 0": Arm(_grpo_s(0.0)),
   "grpo_s, beta2 = 0.1": Arm(_grpo_s(0.1)),
-  "grpo_s, beta2 = 1": Arm(GRPO_S),
-  "grpo_s, entropies shuffled": Arm(GRPO_S, entropy=_completions_shuffled),
-  "ours: rewards of grpo_s, token ratios": Arm(gtpo(0.0), _by_completion),
-  "dapo": Arm(make("dapo", **EQUAL)),
-  "dapo_forking": Arm(make("dapo_forking", **EQUAL)),
-  "oracle mask": Arm(gtpo(0.0), _oracle),
-  "ours: 1/H in wrong ones only": Arm(gtpo(1.0), _wrong_side),
-  "ours: 1/H in wrong ones, by completion": Arm(gtpo(1.0, compare="sequence"), _wrong_side),
-  "ours: hesitation on both sides": Arm(gtpo(1.0), _hesitation),
-  "ours: hesitation, by completion": Arm(gtpo(1.0, compare="sequence"), _hesitation),
-  "ours: advantage times rel(H)": Arm(gtpo(0.0), _by_entropy),
-  "rloo": Arm(make("rloo", **EQUAL)),
-  "ours: baseline by position": Arm(gtpo(0.0), _by_position),
+  "grpo_s, beta2 = 1": Arm(_grpo_s(1.0)),
+  "grpo_s, entropies shuffled": Arm(_grpo_s(1.0), _completions_shuffled),
+  **{name: Arm(make(name, **EQUAL)) for name in ("dapo", "dapo_forking", "empg", "fipo")},
+  "oracle mask": Arm(Weighted("oracle", gtpo(0.0).recipe), weights=deciding),
 }
 # By arm: the same loss without entropy in the reward and, at the stronger weight, with entropies of
 # other completions. The first control of `gtpo_v1` is the baseline.
 CONTROLS = {
+  "gtpo, alpha2 = 1": (SHUFFLED,),
   "grpo_s, beta2 = 0.1": ("grpo_s, beta2 = 0",),
   "grpo_s, beta2 = 1": ("grpo_s, beta2 = 0", "grpo_s, entropies shuffled"),
-}
-REFERENCE_ARM = Arm(REFERENCE)  # the estimate of the true gradient
-
-SHUFFLED = "alpha2 = 1, shuffled within verdict"
-# Of benchmarks/credit_real.py, all probed arms; fipo has the gradient of dapo before the first
-# update, so it is only trained.
-PROBED: dict[str, Arm] = {
-  **{name: ARMS[name] for name in (BASELINE, "gtpo, alpha2 = 0.1", "gtpo, alpha2 = 1")},
-  SHUFFLED: Arm(gtpo(1.0), entropy=_within_verdict),
-  "alpha2 = 1, norm_sides = own": Arm(gtpo(1.0, norm_sides="own")),
-  **{
-    name: ARMS[name]
-    for name in (
-      "grpo_s, beta2 = 0",
-      "grpo_s, beta2 = 0.1",
-      "grpo_s, beta2 = 1",
-      "grpo_s, entropies shuffled",
-      "dapo",
-      "dapo_forking",
-    )
-  },
-  "empg": Arm(make("empg", **EQUAL)),
-  "empg, step = token": Arm(make("empg", step="token", **EQUAL)),
-}
-REAL_ARMS = {**PROBED, "fipo": Arm(make("fipo", **EQUAL))}
-REAL_CONTROLS = {
-  "gtpo, alpha2 = 1": (SHUFFLED,),
-  "grpo_s, beta2 = 1": ("grpo_s, beta2 = 0", "grpo_s, entropies shuffled"),
-  "dapo_forking": ("dapo",),
   "empg": ("dapo",),
   "fipo": ("dapo",),
 }
-# The arms of each of its tasks, in the order of the runs: what a shorter budget leaves out is last.
-TRAINED = {
-  "sums": (
+_MAIN = (BASELINE, "gtpo, alpha2 = 0.1", "gtpo, alpha2 = 1", "oracle mask")
+_BY_COMPLETION = (
+  "gtpo_v1, alpha = 1",
+  *(f"grpo_s, beta2 = {x}" for x in (0, 0.1, 1)),
+  "grpo_s, entropies shuffled",
+)
+_PLAIN = "alpha2 = 1, entropies shuffled"
+# By task and number of steps: the arms that are trained, in the order of the runs. What a shorter
+# budget leaves out is last.
+TRAINED: dict[tuple[str, int], tuple[str, ...]] = {
+  ("filler2", 12): (*_MAIN, _PLAIN, "gtpo_v1, alpha = 1", "dapo_forking", "dapo"),
+  ("confident", 12): (*_MAIN, _PLAIN),
+  ("countdown", 12): (*_MAIN, _PLAIN, *_BY_COMPLETION),
+  ("filler2", 100): _MAIN,
+  ("confident", 100): _MAIN,
+  ("countdown", 100): (*_MAIN, *_BY_COMPLETION),
+  ("sums", 12): (
     BASELINE,
     "gtpo, alpha2 = 1",
     SHUFFLED,
@@ -318,6 +198,6 @@ TRAINED = {
     "empg",
     "fipo",
   ),
-  "sums_lora16": (BASELINE, "gtpo, alpha2 = 1"),
-  "words": (BASELINE, "gtpo, alpha2 = 1", SHUFFLED),
+  ("sums_lora16", 12): (BASELINE, "gtpo, alpha2 = 1"),
+  ("words", 12): (BASELINE, "gtpo, alpha2 = 1", SHUFFLED),
 }

@@ -1,4 +1,4 @@
-"""The tasks of benchmarks/credit_real.py: their configs, and the problems with two words."""
+"""The tasks of the studies of credit: their configs, and the problems with two words."""
 
 from __future__ import annotations
 
@@ -14,25 +14,43 @@ from gtpo_jax.config import Config, load
 from gtpo_jax.data.tasks.sentences import TOPICS, WORDS
 from gtpo_jax.rewards.synthetic import sentence_correct
 
-CONFIG = str(Path(__file__).parents[1] / "configs" / "smollm2_sentences.py")
+CONFIGS = Path(__file__).parents[1] / "configs"
 TRAINING_PROBLEMS = 2000
 HELD_OUT = 64
 SUMS = "rg:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-LEARNING_RATE = 2e-5
-LORA_FACTOR = 10.0  # of the learning rate, as "LoRA without regret" recommends
-# By name: what differs from configs/smollm2_sentences.py. {out} is the folder of the results.
-TASKS: dict[str, dict[str, Any]] = {
-  "words": {
-    "data.train": "{out}/words-train.jsonl",
-    "data.eval": "{out}/words-eval.jsonl",
-    "reward.verifier": "credit_tasks:two_words",
-    "sampling.max_tokens": 40,
-  },
-  "sums": {
-    "data.train": f"{SUMS}&size={TRAINING_PROBLEMS}&seed=1",
-    "data.eval": f"{SUMS}&size={HELD_OUT}&seed=2",
-    "sampling.max_tokens": 32,
-  },
+LORA_LEARNING_RATE = 2e-4  # ten times that of all weights, as "LoRA without regret" recommends
+# The fields that the tasks of SmolLM2 share.
+REAL = {
+  "data.max_prompt_tokens": 80,
+  "batch.pack": False,  # packing would compile many shapes
+  "model.compute_dtype": "bfloat16",
+}
+FILLER2 = {"data.filler": 2, "sampling.max_tokens": 26, "batch.pack": False}
+# By name: the config file, and the fields that differ. {out} is the folder of the results.
+TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+  "filler0": ("forks", {"data.filler": 0, "sampling.max_tokens": 14}),
+  "filler2": ("forks", FILLER2),
+  "confident": ("forks", {**FILLER2, "data.train": "forks_confident"}),
+  "countdown": ("compare", {"batch.pack": False}),
+  "words": (
+    "smollm2_sentences",
+    {
+      **REAL,
+      "data.train": "{out}/words-train.jsonl",
+      "data.eval": "{out}/words-eval.jsonl",
+      "reward.verifier": "credit_tasks:two_words",
+      "sampling.max_tokens": 40,
+    },
+  ),
+  "sums": (
+    "smollm2_sentences",
+    {
+      **REAL,
+      "data.train": f"{SUMS}&size={TRAINING_PROBLEMS}&seed=1",
+      "data.eval": f"{SUMS}&size={HELD_OUT}&seed=2",
+      "sampling.max_tokens": 32,
+    },
+  ),
 }
 
 
@@ -79,15 +97,10 @@ def config_of(name: str, out: Path, **changes: Any) -> Config:
     **changes: fields of the config, with two underscores for each dot.
   """
   task, _, rank = name.partition("_lora")
-  fields = {
-    "log.tensorboard": False,
-    "data.max_prompt_tokens": 80,
-    "batch.pack": False,  # packing would compile many shapes
-    "model.compute_dtype": "bfloat16",
-    "model.lora_rank": int(rank or 0),
-    "optimizer.learning_rate": LEARNING_RATE * (LORA_FACTOR if rank else 1.0),
-    **TASKS[task],
-    **{key.replace("__", "."): value for key, value in changes.items()},
-  }
+  file, fields = TASKS[task]
+  fields = {"log.tensorboard": False, **fields}
+  if rank:
+    fields |= {"model.lora_rank": int(rank), "optimizer.learning_rate": LORA_LEARNING_RATE}
+  fields |= {key.replace("__", "."): value for key, value in changes.items()}
   overrides = [f"--config.{key}={value}" for key, value in fields.items()]
-  return load(CONFIG, [line.replace("{out}", str(out)) for line in overrides])
+  return load(str(CONFIGS / f"{file}.py"), [x.replace("{out}", str(out)) for x in overrides])

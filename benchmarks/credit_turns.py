@@ -35,7 +35,7 @@ prepare_jax()  # before JAX is imported
 import numpy as np
 from credit_arms import Arm, collector_of, open_base, shared_worker
 from credit_tables import by_training, of_kind
-from credit_training import Sizes, train_real
+from credit_training import Sizes, train
 from scipy import stats
 from study import (
   Cells,
@@ -114,7 +114,7 @@ def train_cell(out: Path, task: str, arm: str, seed: int) -> dict[str, Any]:
   with contextlib.closing(RewardManager(config)) as rewards:
     params = open_base(out, task, worker, config_of(task, {}))
     arm = Arm(config.resolved_algorithm)
-    return train_real(config, worker, rewards, params, arm, SIZES, minibatches=1)
+    return train(config, worker, rewards, params, arm, SIZES, minibatches=1)
 
 
 def run_truth(cells: Cells) -> None:

@@ -21,54 +21,6 @@ TIS_LEVELS = ("token", "sequence")
 BEHAVIOURS = ("policy", "drawn")
 
 
-def importance_weights(
-  log_probs_trainer: jax.Array,
-  log_probs_sampler: jax.Array,
-  mask: jax.Array,
-  cap: float,
-  level: str = "token",
-) -> jax.Array:
-  """Returns the truncated importance weights `min(pi_trainer / pi_sampler, cap)`.
-
-  The weights are constants (`stop_gradient`).
-
-  Args:
-    log_probs_trainer: of the policy before the update, computed by the trainer.
-    log_probs_sampler: of the distribution that the tokens were drawn from.
-    mask: bool[n, g, t].
-    cap: the upper bound.
-    level: "token" (each token's own probabilities) or "sequence" (those of its completion, that is,
-      the product over its tokens).
-
-  Returns:
-    f32[n, g, t]; for "token", min(1, cap) where `mask` is False.
-  """
-  if level == "token":
-    ratio = token_ratio(log_probs_trainer, log_probs_sampler, mask)
-  else:
-    total = masked_sum(log_probs_trainer - log_probs_sampler, mask, -1, keepdims=True)
-    ratio = jnp.broadcast_to(bounded_exp(total), mask.shape)
-  return jax.lax.stop_gradient(jnp.minimum(ratio, cap))
-
-
-def kept_completions(
-  log_probs_trainer: jax.Array,
-  log_probs_sampler: jax.Array,
-  mask: jax.Array,
-  low: float,
-  high: float,
-) -> jax.Array:
-  """Returns the completions whose geometric mean ratio lies in [low, high], bool[n, g].
-
-  Args:
-    log_probs_trainer, log_probs_sampler, mask: as in `importance_weights`.
-    low: the lower bound; 0 for none.
-    high: the upper bound; 0 for none.
-  """
-  ratio = geometric_sequence_ratio(log_probs_trainer, log_probs_sampler, mask)[..., 0]
-  return (ratio >= low) & ((ratio <= high) if high else True)
-
-
 @dataclasses.dataclass(frozen=True)
 class Corrections(Checked):
   """Which corrections an algorithm makes.
@@ -142,28 +94,33 @@ class Corrections(Checked):
   def weights(
     self, log_probs_trainer: jax.Array, log_probs_sampler: jax.Array, mask: jax.Array
   ) -> jax.Array | None:
-    """Returns `importance_weights` f32[n, g, t], constants; None if `tis_cap` is 0.
+    """Returns the truncated importance weights `min(pi_trainer / pi_sampler, tis_cap)`.
+
+    They are constants (`stop_gradient`), f32[n, g, t]; with "token", min(1, tis_cap) where `mask`
+    is False. None if `tis_cap` is 0.
 
     Args:
-      log_probs_trainer: f32[n, g, t], nats, of the policy before the update.
-      log_probs_sampler: f32[n, g, t], nats, when the tokens were drawn.
+      log_probs_trainer: f32[n, g, t], nats, of the policy before the update, by the trainer.
+      log_probs_sampler: f32[n, g, t], nats, of the distribution that the tokens were drawn from.
       mask: bool[n, g, t], sampled tokens.
     """
     if not self.tis_cap:
       return None
-    return importance_weights(
-      log_probs_trainer, log_probs_sampler, mask, self.tis_cap, self.tis_level
-    )
+    if self.tis_level == "token":
+      ratio = token_ratio(log_probs_trainer, log_probs_sampler, mask)
+    else:
+      total = masked_sum(log_probs_trainer - log_probs_sampler, mask, -1, keepdims=True)
+      ratio = jnp.broadcast_to(bounded_exp(total), mask.shape)
+    return jax.lax.stop_gradient(jnp.minimum(ratio, self.tis_cap))
 
   def kept(
     self, log_probs_trainer: jax.Array, log_probs_sampler: jax.Array, mask: jax.Array
   ) -> jax.Array | None:
-    """Returns the completions that `mask_low` and `mask_high` keep; None if both are 0.
+    """Returns the completions whose geometric mean ratio lies in [mask_low, mask_high], bool[n, g].
 
-    Takes the arguments of `weights`, and returns bool[n, g].
+    None if both bounds are 0. Arguments are as in `weights`.
     """
     if not self.masks_completions:
       return None
-    return kept_completions(
-      log_probs_trainer, log_probs_sampler, mask, self.mask_low, self.mask_high
-    )
+    ratio = geometric_sequence_ratio(log_probs_trainer, log_probs_sampler, mask)[..., 0]
+    return (ratio >= self.mask_low) & ((ratio <= self.mask_high) if self.mask_high else True)

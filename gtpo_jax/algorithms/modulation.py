@@ -50,27 +50,27 @@ class NoModulation(Checked):
     return advantages
 
 
+_BONUS = (
+  "min(bonus_alpha * H, |A| / bonus_kappa) is added to the advantage of each token (2506.14758, "
+  "eq. 5)."
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class AdvantageBonus(NoModulation):
-  """A bonus by entropy, which is added to the advantage of each token (2506.14758, eq. 5)."""
+  """Adds `min(bonus_alpha H, |A| / bonus_kappa)` to each token's advantage (2506.14758, eq. 5).
+
+  With bonus_kappa > 1 the bonus never changes the sign of an advantage.
+  """
 
   per_token: ClassVar[bool] = True
 
-  bonus_alpha: float = setting(
-    0.4,
-    "min(bonus_alpha * H, |A| / bonus_kappa) is added to the advantage of each token (2506.14758, "
-    "eq. 5).",
-    AT_LEAST_0,
-  )
-  bonus_kappa: float = setting(
-    2.0,
-    "min(bonus_alpha * H, |A| / bonus_kappa) is added to the advantage of each token (2506.14758, "
-    "eq. 5).",
-    AT_LEAST_1,
-  )
+  bonus_alpha: float = setting(0.4, _BONUS, AT_LEAST_0)
+  bonus_kappa: float = setting(2.0, _BONUS, AT_LEAST_1)
 
   def __call__(self, advantages: jax.Array, x: ModulationInputs) -> jax.Array:
-    return advantages + entropy_bonus(advantages, x.entropy, self.bonus_alpha, self.bonus_kappa)
+    most = jnp.abs(advantages) / self.bonus_kappa
+    return advantages + jnp.minimum(self.bonus_alpha * x.entropy, most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,25 +149,6 @@ class TeacherModulation(NoModulation):
     weight = bounded_exp(-jnp.sign(advantages) * x.divergence)
     weight = jnp.clip(weight, 1 - self.teacher_clip, 1 + self.teacher_clip)
     return advantages * (1 - self.teacher_mix + self.teacher_mix * weight)
-
-
-def entropy_bonus(
-  advantages: jax.Array, entropy: jax.Array, alpha: float, kappa: float
-) -> jax.Array:
-  """Returns `min(alpha H, |A| / kappa)`, to be added to the advantages (2506.14758, eq. 5).
-
-  With kappa > 1 the bonus never changes the sign of an advantage.
-
-  Args:
-    advantages: f32[n, g, t].
-    entropy: f32[n, g, t], nats.
-    alpha: the weight of the entropy.
-    kappa: the bonus is at most |A| / kappa.
-
-  Returns:
-    f32[n, g, t], >= 0.
-  """
-  return jnp.minimum(alpha * entropy, jnp.abs(advantages) / kappa)
 
 
 def run_mean(x: jax.Array, mask: jax.Array, begins: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.ratios import LOG_RATIO_BOUND, RATIOS, bounded_exp
+from gtpo_jax.algorithms.relative_entropy import discounted_future
 from gtpo_jax.algorithms.selection import covariance_band, highest_covariance, top_share
 from gtpo_jax.arrays import masked_mean
 from gtpo_jax.runtime.fields import (
@@ -278,10 +279,9 @@ _DELTA = (
 )
 
 
-def clip_weight(x: ObjectiveInputs, lowest: float, highest: float) -> jax.Array:
-  """Returns `sg(clip(r, lowest, highest)) A log pi`, f32[n, g, t]."""
-  weight = jax.lax.stop_gradient(jnp.clip(x.ratio, lowest, highest))
-  return weight * x.advantages * x.log_probs
+def weighted_log_probs(x: ObjectiveInputs, weight: jax.Array) -> jax.Array:
+  """Returns `sg(weight) A log pi`, f32[n, g, t]."""
+  return jax.lax.stop_gradient(weight) * x.advantages * x.log_probs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +300,7 @@ class Cispo(RatioObjective):
   def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
     lowest = 1 - self.eps_low
     highest = 1 + self.eps_high
-    return clip_weight(x, lowest, highest), {
+    return weighted_log_probs(x, jnp.clip(x.ratio, lowest, highest)), {
       "clip/low": x.ratio < lowest,
       "clip/high": x.ratio > highest,
     }
@@ -353,7 +353,7 @@ class Dppo(RatioObjective):
     too_high = (x.advantages > 0) & (change > self.delta_high)
     too_low = (x.advantages <= 0) & (change < -self.delta_low)
     weight = jnp.where(too_high | too_low, 0.0, jnp.minimum(x.ratio, self.ratio_cap))
-    return jax.lax.stop_gradient(weight) * x.advantages * x.log_probs, {
+    return weighted_log_probs(x, weight), {
       "clip/low": too_low,
       "clip/high": too_high,
       "clip/cap": x.ratio > self.ratio_cap,
@@ -390,7 +390,7 @@ class Aspo(RatioObjective):
     too_low = ~rewarded & (x.ratio < 1 - self.eps_low)
     weight = jnp.where(rewarded, 1.0 / x.ratio, x.ratio)
     kept = jnp.where(too_high | too_low, 0.0, jnp.minimum(weight, self.ratio_cap))
-    return jax.lax.stop_gradient(kept) * x.advantages * x.log_probs, {
+    return weighted_log_probs(x, kept), {
       "clip/low": too_low,
       "clip/high": too_high,
       "clip/cap": weight > self.ratio_cap,
@@ -445,28 +445,6 @@ class Fipo(Clip):
     influence = jax.lax.stop_gradient(influence)
     objective, metrics = super().__call__(x._replace(advantages=influence * x.advantages))
     return objective, metrics | {"clip/influence": clipped}
-
-
-def discounted_future(x: jax.Array, mask: jax.Array, discount: float) -> jax.Array:
-  """Returns `sum_k discount^(k - t) x_k` over the tokens k >= t of each completion, f32[n, g, t].
-
-  Tokens are counted without those that are not in the mask, whose x does not count either.
-
-  Args:
-    x: f32[n, g, t].
-    mask: bool[n, g, t].
-    discount: in (0, 1].
-  """
-
-  def join(
-    later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
-    factor_later, sum_later = later
-    factor, total = earlier
-    return factor_later * factor, total + factor * sum_later
-
-  steps = jnp.where(mask, discount, 1.0), jnp.where(mask, x, 0.0)
-  return jax.lax.associative_scan(join, steps, reverse=True, axis=x.ndim - 1)[1]
 
 
 OBJECTIVES: dict[str, type[Objective]] = {

@@ -214,6 +214,28 @@ def turn_places(mask: jax.Array) -> jax.Array:
   return turn * mask.shape[-1] + drawn - 1 - drawn_before_turn
 
 
+def discounted_future(x: jax.Array, mask: jax.Array, discount: float) -> jax.Array:
+  """Returns `sum_k discount^(k - t) x_k` over the tokens k >= t of each completion, f32[n, g, t].
+
+  Only tokens in the mask count: their x, and in the discount.
+
+  Args:
+    x: f32[n, g, t].
+    mask: bool[n, g, t].
+    discount: in [0, 1].
+  """
+
+  def join(
+    later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
+    factor_later, sum_later = later
+    factor, total = earlier
+    return factor_later * factor, total + factor * sum_later
+
+  steps = jnp.where(mask, discount, 1.0), jnp.where(mask, x, 0.0)
+  return jax.lax.associative_scan(join, steps, reverse=True, axis=x.ndim - 1)[1]
+
+
 def inverse_entropy(entropy: jax.Array, h_floor: float) -> jax.Array:
   """Returns `1 / max(entropy, h_floor)` f32[n, g, t], in 1/nats: large for confident tokens.
 

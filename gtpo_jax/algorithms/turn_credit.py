@@ -13,7 +13,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.relative_entropy import sum_by_place, turn_begins
+from gtpo_jax.algorithms.relative_entropy import discounted_future, sum_by_place, turn_begins
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import AT_LEAST_0, Checked, Condition, number, one_of, setting
 
@@ -118,34 +118,11 @@ class TurnCredit(Checked):
     if self.turn_credit == "reward":
       compared = begins & _has_next(begins)
     else:
-      value = discounted_returns(value, begins, self.turn_discount)
-      size = discounted_returns(size, begins, self.turn_discount)
+      value, size = (discounted_future(x, begins, self.turn_discount) for x in (value, size))
     by = state if self.turn_credit == "state" else jnp.cumsum(begins, -1) - 1
     own = compare_turns(value, compared, by, size if self.turn_norm == "std" else None)
     total = self.outcome_weight * advantages + self.step_weight * hold(own, begins)
     return jnp.where(mask, total, 0.0)
-
-
-def discounted_returns(reward: jax.Array, begins: jax.Array, discount: float) -> jax.Array:
-  """Returns the discounted sum of the rewards from each turn on, f32[n, g, t], where turns begin.
-
-  Args:
-    reward: f32[n, g, t], of the turn that begins at a token; 0 elsewhere.
-    begins: bool[n, g, t].
-    discount: of the next turn's return.
-  """
-
-  def join(later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]):
-    """Composes x -> reward + factor x of two neighbouring runs of tokens."""
-    reward_later, factor_later = later
-    reward_earlier, factor_earlier = earlier
-    return reward_earlier + factor_earlier * reward_later, factor_earlier * factor_later
-
-  factors = jnp.where(begins, discount, 1.0).astype(jnp.float32)
-  values, _ = jax.lax.associative_scan(
-    join, (reward.astype(jnp.float32), factors), reverse=True, axis=reward.ndim - 1
-  )
-  return jnp.where(begins, values, 0.0)
 
 
 def compare_turns(

@@ -22,7 +22,7 @@ from gtpo_jax.models.params import Params
 from gtpo_jax.rewards import MARKS, knows_truth, truth_marks
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import group_keys
-from gtpo_jax.rollout.continuations import prefix_values
+from gtpo_jax.rollout.continuations import ValueEstimator
 from gtpo_jax.rollout.groups import Group
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.turn_signals import write_turns
@@ -117,11 +117,8 @@ def segment_truth(
     places = np.linspace(0, len(points), MOST_SEGMENTS + 1)[1:-1].astype(int)
     cuts.append(points.tolist() if len(points) < MOST_SEGMENTS else points[places].tolist())
   prefixes = [[[0, *x] for x in cuts]]
-  count = config.log.continuations
-  params = config.sampling_params
-  values = prefix_values(
-    worker, reward_manager, policy, [group], prefixes, count, keys, params, stopping
-  )
+  estimator = ValueEstimator(worker, reward_manager, policy, config.sampling_params, stopping)
+  values = estimator.values([group], prefixes, config.log.continuations, keys)
   shape = (len(cuts), config.sampling.max_tokens)
   number = np.full(shape, -1, np.int32)
   gain = np.full(shape, np.nan, np.float32)

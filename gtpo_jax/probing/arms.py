@@ -114,7 +114,7 @@ def _algorithm(arm: str, config: Config) -> Algorithm:
   recipe = config.resolved_algorithm.recipe
   if recipe.matches_distributions:
     raise UserError(f"the arm {arm!r} cannot be probed: set --config.distill.divergence=sampled")
-  if missing := set(recipe.needs) - {"parts", "part_weights", "score_norms"}:
+  if missing := set(recipe.needs) - {"parts", "part_weights", "score_norms", "value_gains"}:
     raise UserError(f"the arm {arm!r} cannot be probed: it needs {', '.join(sorted(missing))}")
   if recipe.guide.guide_completions:
     raise UserError(f"the arm {arm!r} cannot be probed: its guide samples, and the policy for all")

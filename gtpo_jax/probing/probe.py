@@ -15,18 +15,24 @@ import jax
 import numpy as np
 from etils import epath
 
+from gtpo_jax.algorithms.continuations import LineContinuations
+from gtpo_jax.arrays import KeyStream
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
+from gtpo_jax.logs.credit_scores import segment_metrics
 from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.truth import segment_truth
 from gtpo_jax.loop.prepare import Parts, dated, fit_here, prepare
 from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.models.params import Params
 from gtpo_jax.probing.arms import REFERENCE, SHUFFLED, Arm, parse_arms, sampling_config
 from gtpo_jax.probing.gradients import SKETCH, Gradients, gradients_of, make_gradients
-from gtpo_jax.probing.statistics import Moments, compare, result_of_arm, verdict
+from gtpo_jax.probing.statistics import Moments, compare, mean_interval, result_of_arm, verdict
 from gtpo_jax.python.inputs import Agent, MakeEnvironment, Records, resolve_inputs
-from gtpo_jax.rollout.collector import Collector
+from gtpo_jax.rollout.batch import Batch
+from gtpo_jax.rollout.collector import Collector, group_keys
+from gtpo_jax.rollout.continuations import ValueEstimator
 from gtpo_jax.rollout.frozen import FrozenPolicies, load_frozen
 from gtpo_jax.rollout.scoring.functions import RewardFunction
 from gtpo_jax.runtime.errors import UserError
@@ -85,8 +91,10 @@ def probe(
     each cosine, 0 without sketches; and by name `arms`. Their values are (estimate, low, high),
     with 95 % intervals, None where there is none: `cosine`, `difference` (of the cosine from the
     first arm's), `over_control` (the same from its control's), `alignment` (the cosine of the mean
-    gradient, without noise), `noise` (noise over signal), and the shares of `groups` and `tokens`
-    with credit. `p` is of a paired t-test, and `p_holm` corrected by Holm's procedure.
+    gradient, without noise), `noise` (noise over signal), the shares of `groups` and `tokens` with
+    credit, and with `log.continuations` `mc_rank`, how well the credit orders the segments of a
+    completion by their measured gains in value (`logs.credit_scores`). `p` is of a paired t-test,
+    and `p_holm` corrected by Holm's procedure.
 
   Raises:
     UserError: the config or an arm cannot be probed here, or the workdir has another probe.
@@ -177,20 +185,27 @@ class _Measurement:
       config, worker, parts.reward_manager, parts.problems, self._frozen, steps=number
     )
     batch = collector.collect(self._params, 0, self._display.say, stopping)
-    rollouts = batch.rollouts
     if any("score_norms" in arm.algorithm.recipe.needs for arm in missing.values()):
       chunk = config.batch.head_chunk
       norms = make_scorer(
         worker.model, config.sampling.temperature, config.batch.parts, chunk, True, True
       )
-      batch = dataclasses.replace(
-        batch, rollouts=rollouts.replace(score_norms=norms(self._params, rollouts))
-      )
+      rollouts = batch.rollouts.replace(score_norms=norms(self._params, batch.rollouts))
+      batch = dataclasses.replace(batch, rollouts=rollouts)
+    rollouts = batch.rollouts
     signals = batch_signals(batch)
     seed = (config.seed, number)
-    losses = {
-      name: arm.derivative(config, signals, rollouts, seed) for name, arm in missing.items()
-    }
+    losses = {}
+    for name, arm in missing.items():
+      own = signals
+      if part := arm.algorithm.recipe.continuations:
+        own = signals.replace(value_gains=self._gains(part, batch, stopping))
+      losses[name] = arm.derivative(config, own, rollouts, seed)
+    if config.log.continuations and _REFERENCE not in missing:
+      segments = segment_truth(config, batch, worker, parts.reward_manager, self._params, stopping)
+      for name, (by_log_probs, _) in losses.items():
+        found = segment_metrics(segments, -by_log_probs[segments.group])
+        stored[f"{name}/mc_rank"] = np.asarray(found["truth/mc_rank"])
     for name, vector in gradients_of(self._gradients, rollouts, losses).items():
       carries = (losses[name][0] != 0) & signals.mask
       stored[f"{name}/vector"] = vector
@@ -201,6 +216,23 @@ class _Measurement:
     packed = io.BytesIO()
     np.savez(packed, **stored)
     write_atomically(self._file(number), packed.getvalue())
+
+  def _gains(
+    self, part: LineContinuations, batch: Batch, stopping: Callable[[], bool]
+  ) -> np.ndarray:
+    """Returns what a run would measure with continuations, f32[n, g, t]; see `Rewards`."""
+    config = self._config
+    worker = self._parts.worker
+    if worker.episodes:
+      raise UserError(
+        "completions are continued, which does not work with episodes: leave out "
+        "arms such as vineppo"
+      )
+    policy = worker.policy(self._params)
+    keys = group_keys(config, policy.engine, KeyStream.CONTINUE, batch.groups, config.batch.group)
+    manager = self._parts.reward_manager
+    estimator = ValueEstimator(worker, manager, policy, config.sampling_params, stopping)
+    return estimator.gains(part, batch.groups, keys, config.sampling.max_tokens)[0]
 
   def result(self, arms: Sequence[str], batches: int, reference: int) -> dict[str, Any]:
     """Returns what `probe` does."""
@@ -217,6 +249,9 @@ class _Measurement:
         np.stack([x[f"{name}/{key}"] for x in own]) for key in ("vector", "shares")
       )
       found[name] = result_of_arm(vectors, true, shares)
+      ranks = [float(x[key]) for x in own if (key := f"{name}/mc_rank") in x]
+      if ranks := [x for x in ranks if not math.isnan(x)]:
+        found[name]["mc_rank"] = mean_interval(ranks)
     compare(found, SHUFFLED)
     size = len(true.mean)
     return _plain(

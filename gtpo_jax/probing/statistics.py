@@ -10,7 +10,16 @@ import numpy as np
 from scipy.special import stdtr, stdtrit
 
 LEVEL = 0.05  # of a test
-COLUMNS = ("cosine", "difference", "over_control", "alignment", "noise", "groups", "tokens")
+COLUMNS = (
+  "cosine",
+  "difference",
+  "over_control",
+  "alignment",
+  "noise",
+  "groups",
+  "tokens",
+  "mc_rank",
+)
 Interval = tuple[float, float, float]  # an estimate, and the ends of its 95 % interval
 
 

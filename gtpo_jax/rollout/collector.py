@@ -15,7 +15,7 @@ from gtpo_jax.data.records import Problems
 from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.batch import Batch, Placement
-from gtpo_jax.rollout.continuations import with_gains
+from gtpo_jax.rollout.continuations import ValueEstimator
 from gtpo_jax.rollout.drawing import make_drawing
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_metrics import sampled_metrics, source_metrics, staleness_metrics
@@ -130,11 +130,16 @@ class Collector:
       rounds.append(pool)
       chosen = pool.choose()
     groups, metrics = self._take(chosen, rounds, version, say)
-    if config.resolved_algorithm.recipe.continuations:
-      keys = group_keys(config, policy.engine, KeyStream.CONTINUE, groups, config.batch.group)
-      groups, measured = with_gains(
-        config, self.worker, self._reward_manager, policy, groups, keys, stopping
+    if part := config.resolved_algorithm.recipe.continuations:
+      estimator = ValueEstimator(
+        self.worker, self._reward_manager, policy, config.sampling_params, stopping
       )
+      keys = group_keys(config, policy.engine, KeyStream.CONTINUE, groups, config.batch.group)
+      gains, measured = estimator.gains(part, groups, keys, config.sampling.max_tokens)
+      groups = [
+        dataclasses.replace(group, rewards=group.rewards.replace(value_gains=own))
+        for group, own in zip(groups, gains, strict=True)
+      ]
       metrics |= measured
     sampled = time.perf_counter()
     rollouts, rewards = self.placement.place(params, groups, version)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gtpo_jax.algorithms.objectives import ObjectiveInputs, clip_ratio, clip_weight
+from gtpo_jax.algorithms.objectives import ObjectiveInputs, clip_ratio, weighted_log_probs
 from gtpo_jax.algorithms.ratios import RATIOS
 from gtpo_jax.arrays import masked_sum
 from gtpo_jax.runtime.errors import did_you_mean
@@ -132,7 +132,7 @@ def token_losses(log_probs: jax.Array, entropy: jax.Array, x: LossInputs) -> jax
     "cross_entropy": x.weights * log_probs,
     "importance_sampling": ratio * x.advantages,
     "ppo": clip_ratio(ratio, x.advantages, x.low, x.high),
-    "cispo": clip_weight(inputs, x.low, x.high),
+    "cispo": weighted_log_probs(inputs, jnp.clip(inputs.ratio, x.low, x.high)),
     "dro": x.advantages * log_probs - x.beta / 2 * off**2,
   }
   kinds = [x.kind == i for i in range(len(PER_TOKEN))]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import advantages
-from gtpo_jax.algorithms.modulation import entropy_bonus
+from gtpo_jax.algorithms.modulation import AdvantageBonus, ModulationInputs
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units
 
 zscore = jax.jit(advantages.zscore, static_argnums=2)
@@ -110,6 +110,6 @@ def test_the_entropy_bonus_by_hand():
   """min(0.4 H, |A| / 2): the first is bounded by |A| / 2, the second is 0.4 H."""
   a = jnp.asarray([1.0, -1.0, -1.0, 0.0])
   entropy = jnp.asarray([2.0, 0.5, 9.0, 2.0])
-  got = entropy_bonus(a, entropy, 0.4, 2.0)
+  got = AdvantageBonus(0.4, 2.0)(a, ModulationInputs(a < 2, entropy)) - a
   np.testing.assert_allclose(got, [0.5, 0.2, 0.5, 0.0], rtol=1e-6)
   assert ((a + got) * a >= 0).all()  # no sign changes

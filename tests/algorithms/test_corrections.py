@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import make
-from gtpo_jax.algorithms.corrections import importance_weights, kept_completions
+from gtpo_jax.algorithms.corrections import Corrections
 from gtpo_jax.algorithms.loss import effective_sample_size
 from gtpo_jax.runtime.errors import UserError
 
@@ -27,21 +27,22 @@ def random_batch(seed, n=3, g=4, t=9, scale=0.3):
 
 def test_weights_by_hand():
   trainer = jnp.log(jnp.asarray([[[1.5, 0.5], [4.0, jnp.nan]]]))  # the sampler's log-probs are 0
-  weight = lambda trainer: importance_weights(trainer, SAMPLER, MASK, 2.0)
+  weight = lambda trainer: Corrections(2.0).weights(trainer, SAMPLER, MASK)
   np.testing.assert_allclose(jax.jit(weight)(trainer), [[[1.5, 0.5], [2.0, 1.0]]], rtol=1e-6)
   assert not jax.jit(jax.grad(lambda x: weight(x).sum()))(trainer).any()
 
 
 def test_sequence_weights_by_hand():
   trainer = jnp.log(jnp.asarray([[[3.0, 0.5], [4.0, jnp.nan]]]))
-  weights = importance_weights(trainer, SAMPLER, MASK, 2.0, "sequence")
+  weights = Corrections(2.0, "sequence").weights(trainer, SAMPLER, MASK)
   np.testing.assert_allclose(weights, [[[1.5, 1.5], [2.0, 2.0]]], rtol=1e-6)
 
 
 def test_masks_by_hand():
   # The geometric means are 2 and 0.5.
   trainer = jnp.log(jnp.asarray([[[4.0, 1.0], [0.5, jnp.nan]]]))
-  kept = lambda low, high: kept_completions(trainer, SAMPLER, MASK, low, high).tolist()
+  of = lambda low, high: Corrections(mask_low=low, mask_high=high)
+  kept = lambda low, high: of(low, high).kept(trainer, SAMPLER, MASK).tolist()
   assert kept(0.6, 1.9) == [[False, False]]
   assert kept(0.4, 2.1) == [[True, True]]
   assert kept(0.6, 0.0) == [[True, False]]
@@ -63,9 +64,9 @@ def test_the_effective_sample_size_by_hand():
 def test_against_float64_loops(seed, scale):
   trainer, sampler, mask = random_batch(seed, scale=scale)
   cap, low, high = 1.3, 0.9, 1.1
-  by_token = np.asarray(importance_weights(trainer, sampler, mask, cap))
-  by_sequence = np.asarray(importance_weights(trainer, sampler, mask, cap, "sequence"))
-  kept = np.asarray(kept_completions(trainer, sampler, mask, low, high))
+  by_token = np.asarray(Corrections(cap).weights(trainer, sampler, mask))
+  by_sequence = np.asarray(Corrections(cap, "sequence").weights(trainer, sampler, mask))
+  kept = np.asarray(Corrections(mask_low=low, mask_high=high).kept(trainer, sampler, mask))
   weights = []
   for i, j in np.ndindex(mask.shape[:2]):
     gaps = [float(trainer[i, j, k]) - float(sampler[i, j, k]) for k in np.flatnonzero(mask[i, j])]
@@ -86,8 +87,8 @@ def test_against_float64_loops(seed, scale):
 def test_without_a_difference_nothing_is_corrected():
   trainer, _, mask = random_batch(0)
   for level in ("token", "sequence"):
-    np.testing.assert_allclose(importance_weights(trainer, trainer, mask, 2.0, level), 1.0)
-  assert np.asarray(kept_completions(trainer, trainer, mask, 0.999, 1.001)).all()
+    np.testing.assert_allclose(Corrections(2.0, level).weights(trainer, trainer, mask), 1.0)
+  assert np.asarray(Corrections(mask_low=0.999, mask_high=1.001).kept(trainer, trainer, mask)).all()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

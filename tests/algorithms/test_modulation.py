@@ -12,7 +12,8 @@ from gtpo_jax.algorithms.modulation import (
   next_step,
   run_mean,
 )
-from gtpo_jax.algorithms.objectives import ObjectiveInputs, discounted_future
+from gtpo_jax.algorithms.objectives import ObjectiveInputs
+from gtpo_jax.algorithms.relative_entropy import discounted_future
 
 E = np.exp
 

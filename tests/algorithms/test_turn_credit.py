@@ -6,7 +6,8 @@ import pytest
 from recipe_cases import arrays, random_batch
 
 from gtpo_jax.algorithms import make
-from gtpo_jax.algorithms.turn_credit import compare_turns, discounted_returns
+from gtpo_jax.algorithms.relative_entropy import discounted_future
+from gtpo_jax.algorithms.turn_credit import compare_turns
 from gtpo_jax.runtime.errors import UserError
 
 TURNS = ("gigpo", "turn_return", "mt_grpo")
@@ -119,8 +120,8 @@ def test_returns_of_long_episodes():
     for k in reversed(np.flatnonzero(begins[i, j])):
       following = reward[i, j, k] + 0.95 * following
       expected[i, j, k] = following
-  got = discounted_returns(jnp.asarray(reward, jnp.float32), jnp.asarray(begins), 0.95)
-  np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+  got = discounted_future(jnp.asarray(reward, jnp.float32), jnp.asarray(begins), 0.95)
+  np.testing.assert_allclose(np.where(begins, got, 0.0), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gigpo", "turn_return"])

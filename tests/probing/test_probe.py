@@ -1,6 +1,7 @@
 """`gtpo_jax.probe`: gradients of arms, independence of arms, resuming, refusals, the command."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from gtpo_jax.probing.arms import (
 from gtpo_jax.probing.gradients import SKETCH, flatten, make_gradients, sketch
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
+from gtpo_jax.runtime.paths import write_atomically
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.gradient import FrozenParams, Minibatch, UpdateSettings, make_gradient
 from gtpo_jax.training.log_probs import Reading, head_settings, score
@@ -90,7 +92,7 @@ def test_refusals_name_the_value_and_the_fix():
     ("grpo", "at least two arms"),
     ("grpo,opd", "learns from a teacher: set teacher.path"),
     ("grpo,dapo_mixed(guide_completions=2)", "cannot be probed: its guide"),
-    ("grpo,vineppo", "cannot be probed: it needs value_gains"),
+    ("grpo,vineppo(cut_interval=2)", "has no setting 'cut_interval'"),
     ("grpo,gtpo(overlong_buffer=4)", "set --config.algorithm.overlong_buffer"),
   ):
     with pytest.raises(UserError, match=message.replace("(", r"\(")) as error:
@@ -222,15 +224,35 @@ def test_equal_arms_have_equal_numbers_and_arms_do_not_depend_on_others(whole, t
   assert added == result
 
 
+class Killed(BaseException):
+  """Ends a probe at once, as a kill does: nothing but the files is left."""
+
+
 @pytest.mark.slow
-def test_a_probe_resumes_after_a_kill_with_the_same_bits(whole, tmp_path):
+def test_a_probe_resumes_after_a_kill_with_the_same_bits(whole, tmp_path, monkeypatch):
+  """Whatever it was about to write: its settings, a batch or the result. So it does if stopped."""
   _, result = whole
-  files = lambda: list((tmp_path / "probe").glob("*.npz"))
   arms = "grpo,gtpo,gtpo(alpha2=0.1),rloo(loss_aggregation=constant)"
+  files = lambda: sorted(file.name for file in (tmp_path / "probe").glob("*.npz"))
+  for complete, writes in ((0, 0), (1, 2), (BATCHES + REFERENCE_BATCHES, 5)):
+    left = [writes]
+
+    def write(path, data, left=left):
+      if not left[0]:
+        path.with_suffix(".part").write_bytes(data[: len(data) // 2])
+        raise Killed
+      left[0] -= 1
+      write_atomically(path, data)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+      patch.setattr(sys.modules["gtpo_jax.probing.probe"], "write_atomically", write)
+      probe(tmp_path, arms)
+    assert len(files()) == complete and not (tmp_path / "probe.json").exists()
+  assert probe(tmp_path, arms) == result
+
+  (tmp_path / "probe" / files()[-1]).unlink()
   with pytest.raises(Stopped):
-    probe(tmp_path, arms, stopping=lambda: len(files()) > 1)
-  assert len(files()) == 2 < BATCHES + REFERENCE_BATCHES
-  (tmp_path / "probe" / "0099.part").write_bytes(b"half a file")
+    probe(tmp_path, arms, stopping=lambda: True)
   assert probe(tmp_path, arms) == result
 
   with pytest.raises(UserError, match=r"seed was 0, now 1"):
@@ -247,6 +269,19 @@ def test_adapters_a_penalty_and_norms_of_scores_can_be_probed(tmp_path):
   assert result["arms"]["otb"]["cosines"] != result["arms"]["grpo"]["cosines"]
   assert "over_control" in result["arms"]["gtpo"]
   assert result["arms"]["grpo(kl_weight=0.1)"]["difference"][0] == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_credit_is_compared_with_values_that_continuations_measure(tmp_path):
+  """An arm that takes its credit from continuations orders segments best, uniform credit not."""
+  arms = "grpo,gtpo,spo_chain(cut_interval=1,continuations=8)"
+  config = config_of(**{"log.continuations": 8})
+  plain = probe(tmp_path / "plain", arms)
+  result = probe(tmp_path / "mc", arms, config=config)
+  ranks = {name: arm.pop("mc_rank") for name, arm in result["arms"].items()}
+  assert result == plain
+  assert ranks["grpo"][0] == 0 and ranks["spo_chain(cut_interval=1,continuations=8)"][0] > 0.2
+  assert -0.5 < ranks["gtpo"][0] < ranks["spo_chain(cut_interval=1,continuations=8)"][0]
 
 
 @pytest.mark.slow

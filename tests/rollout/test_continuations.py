@@ -20,7 +20,7 @@ from gtpo_jax.algorithms import make, segment_gains
 from gtpo_jax.arrays import KeyStream
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rollout.collector import group_keys
-from gtpo_jax.rollout.continuations import prefix_values, with_gains
+from gtpo_jax.rollout.continuations import ValueEstimator
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped
@@ -89,7 +89,7 @@ def values_of(config, batch, cuts, count, sampling_params=None):
   keys = group_keys(config, policy.engine, KeyStream.CONTINUE, batch.groups, G)
   params = sampling_params or config.sampling_params
   manager = RewardManager(config)
-  return prefix_values(worker, manager, policy, batch.groups, cuts, count, keys, params)
+  return ValueEstimator(worker, manager, policy, params).values(batch.groups, cuts, count, keys)
 
 
 def test_a_batch_and_its_repetition():
@@ -190,8 +190,9 @@ def test_a_prefix_without_a_verdict_masks_the_segments_beside_it(monkeypatch):
   policy = worker.policy(params)
   keys = group_keys(config, policy.engine, KeyStream.CONTINUE, batch.groups, G)
   manager = RewardManager(config)
-  groups, _ = with_gains(config, worker, manager, policy, batch.groups, keys, lambda: False)
-  gains = np.stack([group.rewards.value_gains for group in groups])
+  estimator = ValueEstimator(worker, manager, policy, config.sampling_params)
+  part = config.resolved_algorithm.recipe.continuations
+  gains, _ = estimator.gains(part, batch.groups, keys, T)
   plain = host(batch)[1].value_gains
   learned = ~np.isnan(plain)
   assert learned[0, 0, :after].any() and learned[0, 0, after:].any()
