@@ -74,6 +74,7 @@ class Collector:
     self._staleness = config.sampling.staleness
     self._begun = steps * self._n  # groups
     self._kept: list[Group] = []
+    self._pending = self._new_pending()
     self._turns = Turns(worker, config.policy_completions, config.seed)
     self._before = (self._begun, self._kept, self._drawing.state)
     self.placement = Placement(config, worker, frozen.scorers)
@@ -110,7 +111,11 @@ class Collector:
   def discard(self) -> None:
     """Forgets the latest batch: the next call of `collect` samples it again."""
     self._begun, self._kept, self._drawing.state = self._before
+    self._pending = self._new_pending()
     self._turns.discard()
+
+  def _new_pending(self) -> PendingRewards:
+    return PendingRewards(self._reward_manager, {}, self._config.batch.group, self.worker.decode)
 
   def _collect(
     self, params: Params, version: int, say: Callable[[str], None], stopping: Callable[[], bool]
@@ -156,17 +161,17 @@ class Collector:
     """Samples the groups of the pool and new ones, and scores complete ones.
 
     Without staleness, a whole generation batch begins and is sampled to its end. With staleness, as
-    many groups begin as the pool has space for, and sampling ends as soon as it has a batch. With
-    dynamic sampling, rewards are then awaited once there would be a batch if all groups without
-    rewards had contrast.
+    many groups begin as the pool has space for, and sampling ends as soon as the completions of a
+    batch have ended. Only the rewards of its groups are awaited then; the others are scored while
+    the policy is updated. With dynamic sampling, sampling continues if some of them lack contrast.
+    When a reward comes therefore changes no batch.
     """
-    worker = self.worker
     config = self._config
     new = self._n if not self._staleness else config.pool_size - len(self._kept)
     drawn = self._drawing.draw(self._begun, new, self._kept)
     begun = [Group(index, problem, version) for index, problem in drawn]
     groups = self._turns.open([*self._kept, *begun], version, stopping)
-    unscored = [group for group in groups if group.rewards is None]
+    unscored = [x for x in groups if x.rewards is None and x.index not in self._pending]
     rows = policy.engine.completions(
       [self._turns.encode(group) for group in unscored],
       group_keys(config, policy.engine, KeyStream.SAMPLE, unscored, config.policy_completions),
@@ -181,18 +186,16 @@ class Collector:
       dataclasses.replace(group, completions=sampled.get(group.index, group.completions))
       for group in groups
     ]
-    problems = {group.index: group.problem for group in unscored}
-    pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.decode)
-    pool = GroupPool(config, groups, pending, version)
+    self._pending.open({group.index: group.problem for group in unscored})
+    pool = GroupPool(config, groups, self._pending, version)
     ends = self._turns.generate(policy, rows, config.sampling_params, stopping, config.pool_size)
-    for ended in ends:
+    while not (self._staleness and self._has_batch(pool, stopping)):
+      ended = next(ends, None)
+      if ended is None:
+        self._score(pool, pool.unscored(), stopping)
+        break
       pool.end(ended)
-      if self._staleness and pool.choose(scored=False):
-        self._score(pool, stopping)
-        if pool.choose():
-          break
     ends.close()
-    self._score(pool, stopping)
     old = len(self._kept)
     dropped = {group.index for group in pool.dropped}
     begun = self._turns.finish(pool.finish(old))
@@ -201,9 +204,18 @@ class Collector:
     self._drawing.observe(pool.completed, self._kept)
     return pool
 
-  def _score(self, pool: GroupPool, stopping: Callable[[], bool]) -> None:
-    """Completes the groups whose own completions have ended, with the guide's and with rewards."""
-    unscored = pool.unscored()
+  def _has_batch(self, pool: GroupPool, stopping: Callable[[], bool]) -> bool:
+    """Whether the completions of a batch have ended, which is then scored."""
+    chosen = pool.choose(scored=False)
+    while chosen and (unscored := [group for group in chosen if group.rewards is None]):
+      self._score(pool, unscored, stopping)
+      chosen = pool.choose(scored=False)
+    return bool(chosen)
+
+  def _score(
+    self, pool: GroupPool, unscored: Sequence[Group], stopping: Callable[[], bool]
+  ) -> None:
+    """Completes groups whose own completions have ended, with the guide's and with rewards."""
     if not unscored:
       return
     if guide := self._frozen.guide:
@@ -284,7 +296,9 @@ class Collector:
     }
     if self._staleness:
       metrics |= staleness_metrics(batch, version) | {
-        "groups/unfinished": float(sum(group.rewards is None for group in self._kept)),
+        "groups/unfinished": float(
+          sum(x.rewards is None and x.index not in self._pending for x in self._kept)
+        ),
         "tokens/read_again": float(sum(pool.read_again for pool in rounds)),
       }
     return batch, metrics

@@ -9,7 +9,6 @@ policy that drew it.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -67,7 +66,7 @@ class GroupPool:
     """Args:
     config: the run's config.
     groups: the groups, oldest first. Those without rewards have the policy's completions.
-    pending: scores these completions.
+    pending: scores these completions. Groups that it has are not sampled any more.
     version: the number of updates so far.
     """
     self.completed: list[Group] = []
@@ -80,8 +79,11 @@ class GroupPool:
     self._config = config
     self._compares_turns = bool(config.resolved_algorithm.recipe.turns)
     self._dynamic = config.resolved_algorithm.settings.dynamic_sampling
-    own = [x for group in groups if group.rewards is None for x in group.completions]
-    self._missing = collections.Counter(completion.group for completion in own)
+    unscored = [group for group in groups if group.rewards is None]
+    own = [x for group in unscored if group.index not in pending for x in group.completions]
+    self._missing = dict.fromkeys((group.index for group in unscored), 0)
+    for completion in own:
+      self._missing[completion.group] += 1
     self.new_tokens = -sum(map(_drawn, own))
     self.read_again = sum(completion.length for completion in own if not completion.ended)
     self._own = own

@@ -87,7 +87,8 @@ class Turns:
       for group in closed
       if self._added.get(group.index) is None
     }
-    if self._episodes.rules.start and (again := [x.index for x in closed if x.completions]):
+    again = [x.index for x in closed if x.completions and not x.snapshot]
+    if self._episodes.rules.start and again:
       names = ", ".join(f"{batch}/{row}" for batch, row in sorted(again))
       if is_first_process():
         print(f"gtpo: agents were interrupted; their groups begin again: {names}", flush=True)
@@ -135,9 +136,8 @@ class Turns:
       return list(groups)
     left = [group.index for group in groups if group.rewards is None]
     self.discard(self._added.keys() - set(left))
-    if self._episodes.rules.start:
-      return list(groups)
-    make = lambda: [json.dumps(self._episodes.snapshot(key)) for key in left]
+    repeats = lambda key: not self._episodes.rules.start or all(self._episodes.results(key))
+    make = lambda: [json.dumps(self._episodes.snapshot(x)) if repeats(x) else "" for x in left]
     snapshots = dict(zip(left, broadcast_from_first(make) if left else [], strict=True))
     return [dataclasses.replace(group, snapshot=snapshots.get(group.index, "")) for group in groups]
 

@@ -173,6 +173,27 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it():
   assert np.quantile(errors, 0.99) <= 1e-6 and errors.max() <= 1e-5
 
 
+def test_rewards_that_no_batch_needs_yet_are_not_awaited():
+  """Groups beyond the batch are scored during the update, or after a resume; nothing changes."""
+  config = stale_config(1, **{"sampling.slots": 2 * N * G})
+  collector = make_collector(config)
+  for step in range(10):
+    collect(config, 1, collector=collector, first=step)
+    if pending := [group for group in collector._kept if group.index in collector._pending]:
+      break
+  assert pending and all(group.rewards is None for group in pending)
+  restored = make_collector(config)
+  restored.restore({key: np.array(x) for key, x in collector.leftovers().items()})
+  assert not any(group.index in restored._pending for group in restored._kept)
+  (batch,), (other,) = (
+    collect(config, 1, collector=x, first=step + 1)[1] for x in (collector, restored)
+  )
+  assert {group.index for group in pending} & {group.index for group in batch.groups}
+  assert_equal(host(batch), host(other))
+  for name in ("reward/no_verdict", "groups/kept", "groups/unfinished", "tokens/sampled"):
+    assert batch.metrics[name] == other.metrics[name]
+
+
 @pytest.mark.parametrize("name", ["gtpo", "dapo", "dapo_mixed"])
 @pytest.mark.some(0, slow=1)
 def test_a_restored_collector_goes_on_alike(name):

@@ -580,6 +580,23 @@ def test_scoring_runs_while_others_are_sampled():
   assert seen[0] is not threading.current_thread()
 
 
+def test_only_the_rewards_that_are_asked_for_are_awaited():
+  """The other group is scored meanwhile, and keeps its scores until it is asked for."""
+  may_end = threading.Event()
+
+  def verify(prompts, completions, answers, extras):
+    assert answers[0] != PROBLEMS[1].answer or may_end.wait(60)
+    return [1.0] * len(completions)
+
+  pending = PendingRewards(function_manager(verify), BY_GROUP, 1, lambda rows: ["2"] * len(rows))
+  pending.put([completion(i, 0, [1]) for i in range(2)])
+  assert pending.result(groups=[0]).correct.tolist() == [[True]]
+  assert 0 not in pending and 1 in pending
+  may_end.set()
+  assert pending.result(groups=[1]).correct.tolist() == [[True]]
+  assert 1 not in pending
+
+
 @pytest.mark.parametrize(
   ("mode", "correct", "shares"),
   [("strict", [True, False, False], [1, 0.5, 0]), ("loose", [True, False, True], [1, 0.5, 1])],

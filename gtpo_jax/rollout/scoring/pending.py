@@ -8,7 +8,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -30,7 +30,9 @@ class PendingRewards:
   """The scores of completions while others are being sampled: they are added as they end.
 
   With several processes, only the first one scores, and it broadcasts the result. If each scored,
-  a timeout on one of them would make their states diverge.
+  a timeout on one of them would make their states diverge. `key in pending` says whether
+  completions of a group were added whose scores were not yet returned to one who asked for this
+  group.
 
   Attributes:
     ended: how many completions were added so far.
@@ -53,19 +55,32 @@ class PendingRewards:
     """
     self.ended = 0
     self._reward_manager = reward_manager
-    self._problems = problems
+    self._group = group
     self._decode = decode
     self._evaluates = evaluates
-    self._completions: dict[Hashable, list[Completion | None]] = {
-      key: [None] * group for key in problems
-    }
-    # For each group, f64[3, g]: verdicts, numbers and grades.
-    self._scores = {key: np.full((3, group), np.nan) for key in problems}
-    self._function_values: dict[Hashable, dict[str, list[float]]] = {key: {} for key in problems}
-    self._missing = dict.fromkeys(problems, group)
+    self._problems: dict[Hashable, Problem] = {}
+    self._completions: dict[Hashable, list[Completion | None]] = {}
+    self._scores: dict[Hashable, np.ndarray] = {}  # f64[3, g]: verdicts, numbers and grades
+    self._function_values: dict[Hashable, dict[str, list[float]]] = {}
+    self._missing: dict[Hashable, int] = {}
+    self._scored: set[Hashable] = set()  # groups
     self._waiting: collections.deque[Completion] = collections.deque()
     self._work: list[Future[None]] = []
     self._lock = threading.Lock()  # held by a thread that scores, except while it waits for a judge
+    self._news = threading.Condition()  # some work is done
+    self.open(problems)
+
+  def open(self, problems: Mapping[Hashable, Problem]) -> None:
+    """Takes the problems of more groups."""
+    for key, problem in problems.items():
+      self._problems[key] = problem
+      self._completions[key] = [None] * self._group
+      self._scores[key] = np.full((3, self._group), np.nan)
+      self._function_values[key] = {}
+      self._missing[key] = self._group
+
+  def __contains__(self, key: Hashable) -> bool:
+    return any(self._completions.get(key, ()))
 
   def put(self, completions: Sequence[Completion]) -> None:
     """Adds completions that have ended."""
@@ -74,39 +89,60 @@ class PendingRewards:
     self.ended += len(completions)
     if completions and is_first_process():
       self._waiting.extend(completions)
-      self._work.append(self._reward_manager.thread.submit(self._score_waiting))
+      work = self._reward_manager.thread.submit(self._score_waiting)
+      self._work = [x for x in self._work if not x.done() or _failed(x)] + [work]
+      work.add_done_callback(self._tell)
 
   def result(
     self, stopping: Callable[[], bool] = lambda: False, groups: Sequence[Hashable] | None = None
   ) -> RewardResult:
-    """Waits for all scores and returns them, the same on every process.
+    """Waits for scores and returns them, the same on every process.
 
     The completions then have their texts, and their episodes on every process. Re-raises any
     exception from the scoring thread.
 
     Args:
       stopping: called about every second; True ends the wait.
-      groups: the groups whose scores are returned, in this order, all of whose completions were
-        added; None for all.
+      groups: the groups whose scores are awaited, returned in this order and forgotten. All their
+        completions were added. None for all groups, which are kept.
 
     Raises:
       Stopped: `stopping` returned True.
     """
-    groups = list(self._problems if groups is None else groups)
+    keys = list(self._problems if groups is None else groups)
     with jax.profiler.TraceAnnotation("reward"):
-      while any_process(bool(wait(self._work, POLL_S).not_done)):
+      while any_process(not self._wait(keys)):
         if poll(stopping):
           raise Stopped
-      shared = broadcast_from_first(functools.partial(self._collect, groups))
+      shared = broadcast_from_first(functools.partial(self._collect, keys))
     if not is_first_process():
-      completions = [x for key in groups for x in self._completions[key]]
+      completions = [x for key in keys for x in self._completions[key]]
       for x, text, episode in zip(completions, shared["texts"], shared["episodes"], strict=True):
         x.text = text
         x.episode = load_episode(json.loads(episode)) if episode else None
+    by_group = (self._problems, self._completions, self._scores, self._function_values)
+    for key in groups or ():
+      for of_groups in (*by_group, self._missing):
+        del of_groups[key]
+      self._scored.discard(key)
     return RewardResult(**{**shared["result"], "tallies": Tallies(*shared["result"]["tallies"])})
 
+  def _tell(self, _: Future[None] | None = None) -> None:
+    with self._news:
+      self._news.notify_all()
+
+  def _wait(self, groups: Sequence[Hashable]) -> bool:
+    """Waits about a second; returns whether some groups are scored, or some work has failed."""
+    ready = lambda: (
+      self._scored.issuperset(groups)
+      or any(map(_failed, self._work))
+      or all(work.done() for work in self._work)
+    )
+    with self._news:
+      return self._news.wait_for(ready, POLL_S)
+
   def _collect(self, groups: Sequence[Hashable]) -> dict[str, Any]:
-    for work in self._work:
+    for work in filter(_failed, self._work):
       work.result()
     rows = [self._completions[key] for key in groups]
     verdicts, numbers, grades = np.stack([self._scores[key] for key in groups], axis=1)
@@ -144,6 +180,7 @@ class PendingRewards:
     may_be_correct = [_may_be_correct(completion) for completion in completions]
     grades = manager.grader.grade(problems, answers, may_be_correct, self._evaluates)
     complete = []
+    compares = manager.grader.compares and not self._evaluates
     with self._lock:
       for completion, score, grade in zip(completions, scores, grades, strict=True):
         key = completion.group
@@ -155,11 +192,15 @@ class PendingRewards:
             self._problems[key], [x.answer for x in group], episodes_of(group)
           )
           complete.append(key)
-    if complete and manager.grader.compares and not self._evaluates:
+          if not compares:
+            self._scored.add(key)
+            self._tell()
+    if complete and compares:
       groups = [[x.answer for x in self._completions[key]] for key in complete]
       rates = manager.grader.compare([self._problems[key] for key in complete], groups)
       for key, rate in zip(complete, rates, strict=True):
         self._scores[key][2] = rate
+      self._scored.update(complete)
 
   def _verdicts(
     self, completions: Sequence[Completion], problems: Sequence[Problem]
@@ -179,6 +220,10 @@ class PendingRewards:
     for i, score in zip(open_rows, verified, strict=True):
       scores[i] = score
     return scores
+
+
+def _failed(work: Future[None]) -> bool:
+  return work.done() and (work.cancelled() or work.exception() is not None)
 
 
 def _may_be_correct(completion: Completion) -> bool:
