@@ -10,8 +10,8 @@ from typing import Any
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.serving.choices import Choice, Parts
 from gtpo_jax.serving.conversation import Conversations
-from gtpo_jax.serving.outputs import LogProbs, Output, Part, joined
-from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, Sampling
+from gtpo_jax.serving.outputs import LogProbs, Part, joined
+from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, Request
 
 Json = dict[str, Any]
 
@@ -38,119 +38,92 @@ class Answers:
 
   def chat(self, request: ChatRequest, choices: Sequence[Choice]) -> Json:
     """Returns the whole answer once all choices have ended."""
-    sampling = request.sampling
     answers = []
     for index, choice in enumerate(choices):
-      message = self.conversations.message(choice.output.text, request.tools)
-      called = "tool_calls" in message
-      answer = {
-        "index": index,
-        "message": message,
-        "logprobs": self._chat_log_probs(sampling, _part(choice.output)),
-        "finish_reason": "tool_calls" if called else choice.output.finish,
-      }
-      if sampling.return_token_ids:
-        answer["token_ids"] = choice.output.tokens
-      answers.append(answer)
-    answer = {
-      **self._head("chat.completion"),
-      "choices": answers,
-      "usage": usage(choices, sampling),
-    }
-    if sampling.return_token_ids:
+      message = self.conversations.message(choice.text(), request.tools)
+      finish = "tool_calls" if "tool_calls" in message else choice.output.finish
+      answers.append(self._choice(request, index, choice.output, finish) | {"message": message})
+    answer = {**self._head("chat.completion"), "choices": answers, "usage": usage(choices, request)}
+    if request.return_token_ids:
       answer["prompt_token_ids"] = list(choices[0].prompt)
     return answer
 
   def completion(self, request: CompletionRequest, choices: Sequence[Choice]) -> Json:
     """Returns the whole answer once all choices have ended."""
-    sampling = request.sampling
     answers = []
     for index, choice in enumerate(choices):
-      output = choice.output
-      text = output.text
-      part = _part(output)
+      text = choice.text()
+      part = choice.output
       first = None
       if request.echo:
-        given = request.prompts[index // sampling.n]
+        given = request.prompt[index // request.n]
         text = (given if isinstance(given, str) else self._chat.decode([given])[0]) + text
         if choice.prefix:
           first = choice.prompt[0]
           part = joined(choice.prefix, part)
-      log_probs = None
-      if sampling.log_probs:
-        log_probs = self._log_probs.completion_format(part, sampling.top, first=first)
-      answer = {
-        "index": index,
-        "text": text,
-        "logprobs": log_probs,
-        "finish_reason": output.finish or "length",
-      }
-      if sampling.return_token_ids:
-        answer |= {"prompt_token_ids": list(choice.prompt), "token_ids": output.tokens}
+      answer = self._choice(request, index, choice.output, choice.output.finish or "length")
+      answer["text"] = text
+      if request.top is not None:
+        answer["logprobs"] = self._log_probs.completion_format(part, request.top, first=first)
+      if request.return_token_ids:
+        answer["prompt_token_ids"] = list(choice.prompt)
       answers.append(answer)
-    return {**self._head("text_completion"), "choices": answers, "usage": usage(choices, sampling)}
+    return {**self._head("text_completion"), "choices": answers, "usage": usage(choices, request)}
 
   async def chat_stream(
     self, request: ChatRequest, choices: Sequence[Choice], parts: Parts
   ) -> AsyncIterator[Json]:
     """Yields the answer in parts, while `parts` yields those of its choices."""
-    sampling = request.sampling
     head = self._head("chat.completion.chunk")
-    choice = lambda index, delta, finish=None: {
-      "index": index,
-      "delta": delta,
-      "logprobs": None,
-      "finish_reason": finish,
-    }
-    for index in range(len(choices)):
-      first = {**head, "choices": [choice(index, {"role": "assistant", "content": ""})]}
-      if sampling.return_token_ids:
-        first["prompt_token_ids"] = list(choices[index].prompt)
+    for index, choice in enumerate(choices):
+      answer = {"index": index, "logprobs": None, "finish_reason": None}
+      first = {**head, "choices": [answer | {"delta": {"role": "assistant", "content": ""}}]}
+      if request.return_token_ids:
+        first["prompt_token_ids"] = list(choice.prompt)
       yield first
     async for index, part in parts:
-      output = choices[index].output
+      choice = choices[index]
       delta: Json = {}
       finish = part.finish or None
       if not request.tools:
-        if text := output.new_text():
+        if text := choice.new_text():
           delta["content"] = text
       elif finish:  # what a call is shows only at its end
-        message = self.conversations.message(output.text, request.tools)
+        message = self.conversations.message(choice.text(), request.tools)
         delta = {key: message[key] for key in message.keys() - {"role", "refusal"}}
         if calls := delta.get("tool_calls"):
           delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
           finish = "tool_calls"
-      answer = choice(index, delta, finish)
-      answer["logprobs"] = self._chat_log_probs(sampling, part)
-      if sampling.return_token_ids:
-        answer["token_ids"] = part.tokens
+      answer = self._choice(request, index, part, finish) | {"delta": delta}
       yield {**head, "choices": [answer]}
-    if sampling.include_usage:
-      yield {**head, "choices": [], "usage": usage(choices, sampling)}
+    if request.stream_options.include_usage:
+      yield {**head, "choices": [], "usage": usage(choices, request)}
 
   async def completion_stream(
     self, request: CompletionRequest, choices: Sequence[Choice], parts: Parts
   ) -> AsyncIterator[Json]:
     """Yields the answer in parts, while `parts` yields those of its choices."""
-    sampling = request.sampling
     head = self._head("text_completion")
     offsets = [0] * len(choices)
     async for index, part in parts:
-      log_probs = None
-      if sampling.log_probs:
-        log_probs = self._log_probs.completion_format(part, sampling.top, offsets[index])
+      answer = self._choice(request, index, part, part.finish or None)
+      answer["text"] = choices[index].new_text()
+      if request.top is not None:
+        log_probs = self._log_probs.completion_format(part, request.top, offsets[index])
         offsets[index] += sum(map(len, log_probs["tokens"]))
-      answer = {
-        "index": index,
-        "text": choices[index].output.new_text(),
-        "logprobs": log_probs,
-        "finish_reason": part.finish or None,
-      }
-      if sampling.return_token_ids:
-        answer["token_ids"] = part.tokens
+        answer["logprobs"] = log_probs
       yield {**head, "choices": [answer]}
-    if sampling.include_usage:
-      yield {**head, "choices": [], "usage": usage(choices, sampling)}
+    if request.stream_options.include_usage:
+      yield {**head, "choices": [], "usage": usage(choices, request)}
+
+  def _choice(self, request: Request, index: int, part: Part, finish: str | None) -> Json:
+    """Returns the fields that a choice has in all answers."""
+    answer: Json = {"index": index, "logprobs": None, "finish_reason": finish}
+    if isinstance(request, ChatRequest) and request.top is not None:
+      answer["logprobs"] = self._log_probs.chat_format(part, request.top)
+    if request.return_token_ids:
+      answer["token_ids"] = part.tokens
+    return answer
 
   def _head(self, kind: str) -> Json:
     prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
@@ -161,20 +134,13 @@ class Answers:
       "model": self.name,
     }
 
-  def _chat_log_probs(self, sampling: Sampling, part: Part) -> Json | None:
-    return self._log_probs.chat_format(part, sampling.top) if sampling.log_probs else None
 
-
-def usage(choices: Sequence[Choice], sampling: Sampling) -> Json:
+def usage(choices: Sequence[Choice], request: Request) -> Json:
   """Returns the numbers of tokens of a request; a prompt counts once for all its choices."""
-  prompt = sum(len(choice.prompt) for choice in choices[:: sampling.n])
+  prompt = sum(len(choice.prompt) for choice in choices[:: request.n])
   completion = sum(len(choice.output.tokens) for choice in choices)
   return {
     "prompt_tokens": prompt,
     "completion_tokens": completion,
     "total_tokens": prompt + completion,
   }
-
-
-def _part(output: Output) -> Part:
-  return Part(output.tokens, output.log_probs, output.alternatives, output.finish)

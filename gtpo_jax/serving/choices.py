@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from gtpo_jax.data.chat import Chat
+from gtpo_jax.data.text_stream import REPLACEMENT
+from gtpo_jax.sampling.stop_strings import StopStrings
 from gtpo_jax.serving.api_errors import ApiError
-from gtpo_jax.serving.outputs import Output, Part
+from gtpo_jax.serving.outputs import NOTHING, Part, joined
 from gtpo_jax.serving.requests import ChatRequest, CompletionRequest
 
 Parts = AsyncIterator[tuple[int, Part]]  # (index of the choice, its next tokens)
@@ -17,14 +20,41 @@ class Choice:
 
   Attributes:
     prompt: the ids of its prompt.
-    output: what has arrived of it.
     prefix: the log-probs of its prompt, if they were asked for.
+    output: all that has arrived; its `finish` is "stop" or "length" once the choice has ended.
   """
 
-  def __init__(self, prompt: Sequence[int], output: Output):
+  def __init__(self, prompt: Sequence[int], chat: Chat, stop: StopStrings | None):
     self.prompt = prompt
-    self.output = output
     self.prefix: Part | None = None
+    self.output = Part([], [], [])
+    self._chat = chat
+    self._stop = stop
+    self._sent = 0  # characters that `new_text` has returned
+
+  def add(self, part: Part) -> None:
+    """Adds the next tokens."""
+    self.output = joined(self.output, part)
+
+  def text(self, part: Part = NOTHING) -> str:
+    """Returns the text so far, without stop strings and what may become one or another character.
+
+    With a part, it is the text that there would be with these next tokens, which are not added.
+    """
+    (text,) = self._chat.decode([self.output.tokens + part.tokens])
+    if self._stop:
+      text = self._stop.cut(text)
+    if part.finish or self.output.finish:
+      return text
+    text = text.rstrip(REPLACEMENT)
+    return self._stop.without_begun(text) if self._stop else text
+
+  def new_text(self) -> str:
+    """Returns the text that was not returned yet. All pieces together are the whole text."""
+    text = self.text()
+    new = text[self._sent :]
+    self._sent = max(self._sent, len(text))
+    return new
 
 
 class Job:
@@ -81,7 +111,7 @@ class Job:
       if prefix:
         self.choices[index].prefix = part
         continue
-      self.choices[index].output.add(part)
+      self.choices[index].add(part)
       yield index, part
 
   def close(self) -> None:

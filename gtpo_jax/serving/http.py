@@ -138,7 +138,7 @@ async def respond(
     ApiError: generation has failed.
     ClientDisconnect: the client has gone, and its choices were cancelled.
   """
-  if job.request.sampling.stream:
+  if job.request.stream:
     return _Events(stream(job.request, job.choices, job.parts()), job)
 
   async def collect() -> None:

@@ -1,4 +1,4 @@
-"""What a client reads of a completion: its text, and log-probs in the protocol's two formats."""
+"""The tokens of a completion as they arrive, and log-probs in the protocol's two formats."""
 
 from __future__ import annotations
 
@@ -31,59 +31,8 @@ class Part(NamedTuple):
   entropy: Sequence[float] = ()
 
 
+NOTHING = Part([], [], [])
 FAILED = Part([], [], [], "error")
-
-
-class Output:
-  """A completion as it arrives.
-
-  Attributes:
-    tokens: the ids so far.
-    log_probs: of the tokens.
-    alternatives: see `Part`.
-    finish: "stop" or "length" once it has ended.
-  """
-
-  def __init__(self, chat: Chat, stop: StopStrings | None):
-    self.tokens: list[int] = []
-    self.log_probs: list[float] = []
-    self.alternatives: list[tuple[list[int], list[float]]] = []
-    self.finish = ""
-    self._chat = chat
-    self._stop = stop
-    self._sent = 0  # characters that `new_text` has returned
-
-  def add(self, part: Part) -> None:
-    """Adds the next tokens."""
-    self.tokens += part.tokens
-    self.log_probs += part.log_probs
-    self.alternatives += part.alternatives
-    self.finish = part.finish
-
-  @property
-  def text(self) -> str:
-    """The text so far, without stop strings and what may become one or another character."""
-    return self._text(self.tokens, self.finish)
-
-  def text_with(self, part: Part) -> str:
-    """Returns the text that this would have with the next tokens. It adds none."""
-    return self._text(self.tokens + part.tokens, part.finish)
-
-  def _text(self, tokens: list[int], finish: str) -> str:
-    (text,) = self._chat.decode([tokens])
-    if self._stop:
-      text = self._stop.cut(text)
-    if finish:
-      return text
-    text = text.rstrip(REPLACEMENT)
-    return self._stop.without_begun(text) if self._stop else text
-
-  def new_text(self) -> str:
-    """Returns the text that was not returned yet. All pieces together are the whole text."""
-    text = self.text
-    new = text[self._sent :]
-    self._sent = max(self._sent, len(text))
-    return new
 
 
 class LogProbs:
@@ -150,6 +99,7 @@ def joined(first: Part, second: Part) -> Part:
     first.log_probs + second.log_probs,
     first.alternatives + second.alternatives,
     second.finish,
+    [*first.entropy, *second.entropy],
   )
 
 

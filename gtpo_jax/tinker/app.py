@@ -20,9 +20,9 @@ from starlette.routing import Route
 
 from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.http import Handler, answering, read_body, read_fields, starlette_app
-from gtpo_jax.serving.requests import MAX_BODY, Body, checked, parse_object, shown
+from gtpo_jax.serving.requests import MAX_BODY, Body, Lenient, checked, parse_object, shown
 from gtpo_jax.tinker.bodies import (
-  Lenient,
+  OF_MODELS,
   LoadBody,
   ModelBody,
   NewModelBody,
@@ -30,19 +30,28 @@ from gtpo_jax.tinker.bodies import (
   PathBody,
   RequestBody,
   SamplerBody,
-  SamplingRequest,
-  SaveBody,
-  SaveForSamplerBody,
   SessionBody,
-  StepBody,
+  read_sample,
 )
 from gtpo_jax.tinker.entropy_credit import recorded
-from gtpo_jax.tinker.ledger import CREATE, LOAD, REFUSED, SAMPLE, Ledger
+from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase
 from gtpo_jax.tinker.sampler import Sampler
 from gtpo_jax.tinker.saved_weights import Saved, Spec, Store, describe_run
-from gtpo_jax.tinker.trainer import FORWARD_BACKWARD, OPTIM_STEP, SAVE, SAVE_FOR_SAMPLER, read_loss
-from gtpo_jax.tinker.wire import ERROR, PROTO, Submission, parse_batch, refusal
+from gtpo_jax.tinker.trainer import read_batch
+from gtpo_jax.tinker.wire import (
+  CREATE,
+  ERROR,
+  FORWARD_BACKWARD,
+  LOAD,
+  PROTO,
+  REFUSED,
+  SAMPLE,
+  SAVE_FOR_SAMPLER,
+  Submission,
+  parse_batch,
+  refusal,
+)
 
 PREFIX = "/api/v1/"
 POLL_S = 30.0  # that a poll waits for a result
@@ -51,7 +60,8 @@ MAX_BATCH_BYTES = 256 << 20
 WARNING = (
   "train_unembed has no effect here: adapters are on attention and MLP matrices, not the head"
 )
-SIMPLE = {OPTIM_STEP: StepBody, SAVE: SaveBody, SAVE_FOR_SAMPLER: SaveForSamplerBody}
+# Reads what a client has sent: a request, and what the model is that it makes.
+Read = Callable[[str, bytes], tuple[Submission, Spec | None]]
 # Where a request names its model and its number, also if the rest is wrong or cut off.
 _MODEL = re.compile(rb'"model_id"\s*:\s*"([\w:]+)"')
 _SEQ = re.compile(rb'"seq_id"\s*:\s*(\d{1,18})\b')
@@ -122,12 +132,9 @@ class TinkerApp:
     self._store = store
     self._sampler = sampler
     self._max_rank = max_rank
-    read: dict[str, Callable[[str, bytes], tuple[Submission, Spec | None]]] = {
-      CREATE: self._read_new_model,
-      LOAD: self._read_load,
-      FORWARD_BACKWARD: self._read_batch,
-      **{op: functools.partial(self._read_simple, op) for op in SIMPLE},
-    }
+    read: dict[str, Read] = {op: functools.partial(self._read_simple, op) for op in OF_MODELS}
+    read |= {CREATE: self._read_new_model, LOAD: self._read_load}
+    read[FORWARD_BACKWARD] = self._read_batch
     # A group in one request shares its prompt, and gets its credit together.
     limits = {"fwdbwd_max_chunk_len": MAX_DATA, "sample_max_concurrent_requests": queue}
     limits["fwdbwd_max_chunk_bytes_count"] = MAX_BATCH_BYTES // 2
@@ -180,9 +187,7 @@ class TinkerApp:
 
   # Models and their training.
 
-  async def _submit(
-    self, op: str, read: Callable[[str, bytes], tuple[Submission, Spec | None]], http: HttpRequest
-  ) -> Response:
+  async def _submit(self, op: str, read: Read, http: HttpRequest) -> Response:
     """Acknowledges a request of a model, once it is on disk; a refused one has its error there."""
     owner = owner_of(http)
     most = MAX_BATCH_BYTES if op == FORWARD_BACKWARD else MAX_BODY
@@ -190,14 +195,7 @@ class TinkerApp:
     request = await asyncio.to_thread(self._accept, op, read, owner, body, most)
     return JSONResponse({"request_id": request.id, "model_id": request.target})
 
-  def _accept(
-    self,
-    op: str,
-    read: Callable[[str, bytes], tuple[Submission, Spec | None]],
-    owner: str,
-    body: bytes,
-    most: int,
-  ) -> Submission:
+  def _accept(self, op: str, read: Read, owner: str, body: bytes, most: int) -> Submission:
     # A client that repeats a request gives the sampler that it asks for another number.
     same = _SAMPLER.sub(b"", body) if op == SAVE_FOR_SAMPLER else body
     digest = hashlib.sha256(f"{op} ".encode() + same).digest()
@@ -268,8 +266,8 @@ class TinkerApp:
   def _new_name(self, owner: str, session: str, number: int) -> str:
     """Returns the id of a model that a session gets."""
     found = self._ledger.session(owner, session)
-    self._ledger.number_session(found.id)
-    return f"{found.id}:train:{number}"
+    self._ledger.number_session(found)
+    return f"{found}:train:{number}"
 
   def _model(self, owner: str, name: str) -> str:
     """Returns the id of a client's model.
@@ -293,9 +291,9 @@ class TinkerApp:
     name, seq = self._model(owner, message.model_id), message.seq_id
     if seq < 1:
       raise bad(f"seq_id must be at least 1, got {seq}", "seq_id")
-    batch, _, algorithm = read_loss(message, self._base)
+    batch = read_batch(message, self._base)
     drawn = b""
-    if algorithm:
+    if batch.credit:
       find = functools.lru_cache(functools.partial(self._ledger.sampled, owner))
       drawn = np.concatenate(recorded(batch.data, find)).tobytes()
     return Submission(FORWARD_BACKWARD, name, seq, body, drawn), None
@@ -306,7 +304,7 @@ class TinkerApp:
       raise bad("optimizer_params are not supported; use AdamParams", "optimizer_params")
     name = values.get("model_id")
     self._model(owner, name if isinstance(name, str) else "")
-    given = checked(SIMPLE[op], values)
+    given = checked(OF_MODELS[op], values)
     return Submission(op, given.model_id, given.seq_id, body), None
 
   def _get_info(self, owner: str, body: ModelBody) -> dict[str, Any]:
@@ -326,7 +324,7 @@ class TinkerApp:
 
   def _create_sampler(self, owner: str, body: SamplerBody) -> dict[str, Any]:
     session = self._ledger.session(owner, body.session_id)
-    name = f"{session.id}:sample:{body.sampling_session_seq_id}"
+    name = f"{session}:sample:{body.sampling_session_seq_id}"
     if body.base_model is not None or body.model_path is None:
       self._check_base(body.base_model or "")
     source = {"run": "", "kind": "", "name": "", "live": False, "model": body.base_model}
@@ -334,7 +332,7 @@ class TinkerApp:
       saved = self._store.find(owner, body.model_path)
       source |= {"run": saved.about.run, "kind": saved.folder.parent.name}
       source |= {"name": saved.folder.name, "model": saved.about.spec.base_model}
-    self._ledger.number_session(session.id)
+    self._ledger.number_session(session)
     self._ledger.add_sampler(name, source)
     return {"sampling_session_id": name, "type": "create_sampling_session"}
 
@@ -364,11 +362,11 @@ class TinkerApp:
     if not isinstance(name, str):
       raise bad("sampling_session_id is missing; make a sampling client", "sampling_session_id")
     self._source(owner, name)
-    ask = SamplingRequest(self._base, values, 0, self._sampler.capacity)
+    given, _ = read_sample(values, self._base, self._sampler.capacity)
     digest = hashlib.sha256(body).digest()
-    request = Submission(SAMPLE, name, values["seq_id"], body, digest=digest)
+    request = Submission(SAMPLE, name, given.seq_id, body, digest=digest)
     self._ledger.submit(request)
-    ids = [f"{request.id}:{i}" for i in range(ask.count)]
+    ids = [f"{request.id}:{i}" for i in range(given.num_samples)]
     return JSONResponse({"request_id": request.id, "model_id": name, "sample_sequence_ids": ids})
 
   def _cancel(self, owner: str, body: RequestBody) -> dict[str, Any]:

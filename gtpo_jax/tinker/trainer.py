@@ -7,8 +7,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.requests import checked, parse_object
-from gtpo_jax.tinker.bodies import LoadBody, SaveBody, SaveForSamplerBody, StepBody
+from gtpo_jax.tinker.bodies import OF_MODELS, LoadBody, SaveBody, SaveForSamplerBody, StepBody
 from gtpo_jax.tinker.entropy_credit import shape, split_credit
-from gtpo_jax.tinker.ledger import CREATE, GONE_S, LOAD, REFUSED, RETRY_S, Ledger
+from gtpo_jax.tinker.ledger import GONE_S, RETRY_S, Ledger
 from gtpo_jax.tinker.losses import Loss, make_loss
 from gtpo_jax.tinker.models import ServedBase, TrainedModel
 from gtpo_jax.tinker.saved_weights import (
@@ -32,20 +32,26 @@ from gtpo_jax.tinker.saved_weights import (
 )
 from gtpo_jax.tinker.training_programs import StepSettings
 from gtpo_jax.tinker.wire import (
+  CREATE,
   ERROR,
+  FORWARD_BACKWARD,
   JSON,
+  LOAD,
+  OPTIM_STEP,
   PROTO,
-  Batch,
+  REFUSED,
+  SAVE,
+  SAVE_FOR_SAMPLER,
+  Datum,
   StoredResult,
   Submission,
   loss_output,
   parse_batch,
-  read_batch,
+  read_config,
+  read_data,
   refusal,
 )
 
-FORWARD_BACKWARD, OPTIM_STEP = "forward_backward", "optim_step"
-SAVE, SAVE_FOR_SAMPLER = "save_weights", "save_weights_for_sampler"
 CHANGES = (CREATE, LOAD, FORWARD_BACKWARD, OPTIM_STEP)  # what is carried out again
 SNAPSHOT_S = 60.0  # of computing, after which a model's state is saved
 SNAPSHOT_RATIO = 30.0  # or so many times the time that this takes, if that is less
@@ -69,14 +75,14 @@ class Trainer:
     self._models: dict[str, TrainedModel] = {}  # in memory
     self._since_snapshot: dict[str, float] = {}  # seconds of computing, by model
     self._snapshot_s: dict[str, float] = {}  # how long the last one took
-    self._by_name: dict[str, Callable[[Submission], StoredResult]] = {
+    self._by_name: dict[str, Callable[[Submission, Any], StoredResult]] = {
       CREATE: self._create,
       LOAD: self._load,
       FORWARD_BACKWARD: self._loss,
       OPTIM_STEP: self._step,
       SAVE: self._save,
       SAVE_FOR_SAMPLER: self._save_for_sampler,
-      REFUSED: lambda request: StoredResult(ERROR, b"the request was refused", "user"),
+      REFUSED: lambda *_: StoredResult(ERROR, b"the request was refused", "user"),
     }
     self._thread = threading.Thread(target=self._run, name="gtpo trainer", daemon=True)
     self._thread.start()
@@ -96,7 +102,9 @@ class Trainer:
         self._ledger.finish(request, known)
         continue
       try:
-        outcome = self._by_name[request.op](request)
+        kind = OF_MODELS.get(request.op)
+        body = kind and checked(kind, parse_object(request.body))
+        outcome = self._by_name[request.op](request, body)
       except Exception as error:
         outcome = refusal(error, request.op)
       self._ledger.finish(request, known or outcome)
@@ -161,14 +169,13 @@ class Trainer:
 
   # Operations.
 
-  def _create(self, request: Submission) -> StoredResult:
+  def _create(self, request: Submission, body: None) -> StoredResult:
     spec = Spec(**self._ledger.spec(request.target))
     self._make_space(request.target, full=not spec.rank)
     self._models[request.target] = TrainedModel(self._base, spec)
     return _json({"model_id": request.target, "type": "create_model"})
 
-  def _load(self, request: Submission) -> StoredResult:
-    body = checked(LoadBody, parse_object(request.body))
+  def _load(self, request: Submission, body: LoadBody) -> StoredResult:
     name = request.target
     if self._ledger.snapshots[name] < request.seq:
       saved = self._store.find(self._ledger.owner(name), body.path)
@@ -185,29 +192,26 @@ class Trainer:
         time.sleep(RETRY_S)
     return _json({"path": body.path, "type": "load_weights"})
 
-  def _loss(self, request: Submission) -> StoredResult:
-    batch, loss, algorithm = read_loss(parse_batch(request.body), self._base)
+  def _loss(self, request: Submission, body: None) -> StoredResult:
+    batch = read_batch(parse_batch(request.body), self._base)
     data, metrics = batch.data, {}
-    if algorithm:
+    if batch.credit:
       ends = np.cumsum([len(datum.tokens) for datum in data])
       entropies = np.split(np.frombuffer(request.drawn, np.float32), ends[:-1])
-      data, metrics = shape(algorithm, data, entropies)
-    outputs, total = self._get(request.target).run(data, loss, batch.forward_only)
+      data, metrics = shape(batch.credit, data, entropies)
+    outputs, total = self._get(request.target).run(data, batch.loss, batch.forward_only)
     metrics["loss:sum"] = total
     return StoredResult(PROTO, loss_output(outputs, len(data), metrics))
 
-  def _step(self, request: Submission) -> StoredResult:
-    params = checked(StepBody, parse_object(request.body)).adam_params
-    settings = StepSettings(*(np.float32(value) for _, value in params))
+  def _step(self, request: Submission, body: StepBody) -> StoredResult:
+    settings = StepSettings(*(np.float32(value) for _, value in body.adam_params))
     return _json({"metrics": self._get(request.target).step(settings)})
 
-  def _save(self, request: Submission) -> StoredResult:
-    body = checked(SaveBody, parse_object(request.body))
+  def _save(self, request: Submission, body: SaveBody) -> StoredResult:
     path = self._write(request, TRAINING, body.path or f"{request.seq:06d}", body)
     return _json({"path": path, "type": "save_weights"})
 
-  def _save_for_sampler(self, request: Submission) -> StoredResult:
-    body = checked(SaveForSamplerBody, parse_object(request.body))
+  def _save_for_sampler(self, request: Submission, body: SaveForSamplerBody) -> StoredResult:
     answer = {"type": "save_weights_for_sampler"}
     path = self._write(request, SAMPLER, body.path, body)
     if body.path:
@@ -256,26 +260,39 @@ def is_change(request: Submission) -> bool:
   return request.op in CHANGES
 
 
-def read_loss(message: Any, base: ServedBase) -> tuple[Batch, Loss, Algorithm | None]:
-  """Returns the arrays of a request, its loss, and the recipe of its credit.
+class Batch(NamedTuple):
+  """A request to compute a loss.
 
-  Args:
-    message: from `parse_batch`.
-    base: the model that is trained.
+  Attributes:
+    data: the sequences.
+    loss: the loss with its settings.
+    credit: the recipe that makes the advantages; None for those that were sent.
+    forward_only: whether no gradient is wanted.
+  """
+
+  data: Sequence[Datum]
+  loss: Loss
+  credit: Algorithm | None
+  forward_only: bool
+
+
+def read_batch(message: Any, base: ServedBase) -> Batch:
+  """Returns a request to compute a loss, from the message of `parse_batch`.
 
   Raises:
     ApiError: something is missing or wrong.
     UserError: a setting of the recipe is out of bounds.
   """
-  batch = read_batch(message, base.vocab, base.longest)
-  algorithm, config = split_credit(batch.loss, batch.config)
-  loss = make_loss(batch.loss, config)
-  for i, datum in enumerate(batch.data):
-    if missing := [name for name in loss.needs if name not in datum.inputs]:
-      raise bad(f"data[{i}]: {batch.loss} needs {', '.join(missing)}")
-    if unread := [name for name in datum.inputs if name not in loss.reads]:
-      raise bad(f"data[{i}]: {batch.loss} does not read {unread[0][:80]}; leave it out")
-  return batch, loss, algorithm
+  name = message.loss_fn
+  data = read_data(message, base.vocab, base.longest)
+  algorithm, config = split_credit(name, read_config(message))
+  loss = make_loss(name, config)
+  for i, datum in enumerate(data):
+    if missing := [x for x in loss.needs if x not in datum.inputs]:
+      raise bad(f"data[{i}]: {name} needs {', '.join(missing)}")
+    if unread := [x for x in datum.inputs if x not in loss.reads]:
+      raise bad(f"data[{i}]: {name} does not read {unread[0][:80]}; leave it out")
+  return Batch(data, loss, algorithm, message.forward_only)
 
 
 def _json(values: dict[str, Any]) -> StoredResult:

@@ -13,8 +13,8 @@ import pytest
 
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.api_errors import ApiError
-from gtpo_jax.tinker.ledger import SAMPLE, Ledger
-from gtpo_jax.tinker.wire import ERROR, JSON, StoredResult, Submission
+from gtpo_jax.tinker.ledger import Ledger
+from gtpo_jax.tinker.wire import ERROR, JSON, SAMPLE, StoredResult, Submission
 
 BODY = b'{"x": 1}' * 40
 DONE = StoredResult(JSON, b"{}")

@@ -169,9 +169,8 @@ class AgentEpisode(Playing):
       if read := self._read(job):
         conversation, tokens = read
         left = self._transcript.tokens_left
-        sampling = job.request.sampling
-        limit = min(sampling.max_tokens or left, left)
-        drawn = await self.writer.turn(tokens, conversation.number, limit, sampling.stop)
+        limit = min(job.request.limit or left, left)
+        drawn = await self.writer.turn(tokens, conversation.number, limit, job.request.stop)
         job.deliver(self._take(job, conversation, drawn))
     except End as end:
       job.fail(_gone(end.stop))
@@ -204,7 +203,7 @@ class AgentEpisode(Playing):
       End: it reaches a limit.
     """
     part = Part(drawn.tokens, drawn.log_probs, [], "stop" if drawn.finished else "length")
-    text = job.choices[0].output.text_with(part)
+    text = job.choices[0].text(part)
     turn = self._transcript.answer(conversation, part.tokens, text)
     left = self._transcript.tokens_left
     self._turns.append(dataclasses.replace(turn, index=len(self._turns), tokens_left=left))

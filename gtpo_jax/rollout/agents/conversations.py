@@ -86,7 +86,7 @@ class Transcript:
       raise End(Stop.CONTEXT)
     found = self._continued(request)
     if found is None:
-      ids = self._codec.encode(request.messages, request.tools, request.variables)
+      ids = self._codec.encode(request.messages, request.tools, request.chat_template_kwargs)
       if ids[: len(self._start)] != self._start:
         raise bad("the chat template begins this conversation with another token than others")
       ids = ids[len(self._start) :]
