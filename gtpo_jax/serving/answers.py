@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from gtpo_jax.data.chat import Chat
-from gtpo_jax.serving.choices import Choice, Parts
+from gtpo_jax.data.text_stream import REPLACEMENT
+from gtpo_jax.serving.choices import Choice, Part, Parts, joined
 from gtpo_jax.serving.conversation import Conversations
-from gtpo_jax.serving.outputs import LogProbs, Part, joined
 from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, Request
 
 Json = dict[str, Any]
+LOWEST = -9999.0  # JSON has no infinity; what the protocol writes for a token of probability 0
 
 
 class Answers:
@@ -144,3 +145,80 @@ def usage(choices: Sequence[Choice], request: Request) -> Json:
     "completion_tokens": completion,
     "total_tokens": prompt + completion,
   }
+
+
+class LogProbs:
+  """Writes log-probs. A token appears as the text that it has after others."""
+
+  def __init__(self, chat: Chat):
+    self._chat = chat
+
+  def chat_format(self, part: Part, top: int) -> Json:
+    """Returns the "logprobs" of a choice of /v1/chat/completions."""
+    texts = self._texts(part, top)
+    content = []
+    for i, (token, log_prob) in enumerate(zip(part.tokens, part.log_probs, strict=True)):
+      listed = _listed(part, i, top)
+      entry = _entry(texts[token], log_prob)
+      entry["top_logprobs"] = [_entry(texts[other], value) for other, value in listed]
+      content.append(entry)
+    return {"content": content, "refusal": None}
+
+  def completion_format(
+    self, part: Part, top: int, offset: int = 0, first: int | None = None
+  ) -> Json:
+    """Returns the "logprobs" of a choice of /v1/completions.
+
+    Args:
+      part: tokens and log-probs.
+      top: how many alternatives are listed.
+      offset: where the text of the first token begins.
+      first: the id of a token before the part, which has no log-prob; None for none.
+    """
+    texts = self._texts(part, top)
+    pieces = [texts[token] for token in part.tokens]
+    log_probs: list[float | None] = [_finite(x) for x in part.log_probs]
+    tops: list[dict[str, float] | None] = []
+    for i, token in enumerate(part.tokens):
+      found: dict[str, float] = {}
+      for other, value in [*_listed(part, i, top), (token, part.log_probs[i])]:
+        found.setdefault(texts[other], _finite(value))
+      tops.append(found)
+    if first is not None:
+      pieces.insert(0, self._chat.texts.single_texts([first])[first])
+      log_probs.insert(0, None)
+      tops.insert(0, None)
+    offsets = []
+    for piece in pieces:
+      offsets.append(offset)
+      offset += len(piece)
+    return {
+      "tokens": pieces,
+      "token_logprobs": log_probs,
+      "top_logprobs": tops if top else None,
+      "text_offset": offsets,
+    }
+
+  def _texts(self, part: Part, top: int) -> dict[int, str]:
+    others = (token for ids, _ in part.alternatives for token in ids[:top])
+    return self._chat.texts.single_texts({*part.tokens, *others})
+
+
+def _listed(part: Part, i: int, top: int) -> list[tuple[int, float]]:
+  if not top:
+    return []
+  ids, log_probs = part.alternatives[i]
+  return list(zip(ids[:top], log_probs[:top], strict=True))
+
+
+def _entry(text: str, log_prob: float) -> Json:
+  whole = REPLACEMENT not in text
+  return {
+    "token": text,
+    "logprob": _finite(log_prob),
+    "bytes": list(text.encode()) if whole else None,
+  }
+
+
+def _finite(log_prob: float) -> float:
+  return max(log_prob, LOWEST)

@@ -12,11 +12,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from gtpo_jax.serving.answers import Answers
-from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.choices import Job
 from gtpo_jax.serving.generator import Generator
 from gtpo_jax.serving.http import Handler, answering, read_fields, respond, starlette_app
-from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, checked, shown
+from gtpo_jax.serving.requests import ApiError, ChatRequest, CompletionRequest, bad, checked, shown
 from gtpo_jax.serving.service import Service
 
 

@@ -1,18 +1,57 @@
-"""The choices of a request while they are generated, by a server's engine or by training."""
+"""The tokens and choices of a request as they arrive, from a server's engine or from training."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
 
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.data.text_stream import REPLACEMENT
 from gtpo_jax.sampling.stop_strings import StopStrings
-from gtpo_jax.serving.api_errors import ApiError
-from gtpo_jax.serving.outputs import NOTHING, Part, joined
-from gtpo_jax.serving.requests import ChatRequest, CompletionRequest
+from gtpo_jax.serving.requests import ApiError, ChatRequest, CompletionRequest
 
+
+class Part(NamedTuple):
+  """The next tokens of a completion.
+
+  Attributes:
+    tokens: their ids.
+    log_probs: nats, under softmax(logits).
+    alternatives: for each token, the ids and log-probs of the most probable ones; empty unless the
+      completion wants them.
+    finish: "stop" or "length" if these are the last, "error" if there are no more; else "".
+    entropy: nats, of the policy at each of them; empty for a text that was scored.
+  """
+
+  tokens: list[int]
+  log_probs: list[float]
+  alternatives: list[tuple[list[int], list[float]]]
+  finish: str = ""
+  entropy: Sequence[float] = ()
+
+
+NOTHING = Part([], [], [])
+FAILED = Part([], [], [], "error")
 Parts = AsyncIterator[tuple[int, Part]]  # (index of the choice, its next tokens)
+
+
+def joined(first: Part, second: Part) -> Part:
+  """Returns two parts as one."""
+  return Part(
+    first.tokens + second.tokens,
+    first.log_probs + second.log_probs,
+    first.alternatives + second.alternatives,
+    second.finish,
+    [*first.entropy, *second.entropy],
+  )
+
+
+def new_search(chat: Chat, strings: Sequence[str]) -> StopStrings | None:
+  """Returns what finds the stop strings of a request; None if it has none."""
+  if not strings:
+    return None
+  return StopStrings(strings, lambda: chat.text_stream().add, chat.decode)
 
 
 class Choice:
@@ -95,11 +134,7 @@ class Job:
     self._put(error)
 
   async def parts(self) -> Parts:
-    """Yields what is generated until all choices have ended.
-
-    Raises:
-      ApiError: generation has failed.
-    """
+    """Yields what is generated until all choices have ended."""
     while self.left:
       arrived = await self._queue.get()
       if isinstance(arrived, ApiError):

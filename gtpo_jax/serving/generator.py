@@ -26,7 +26,7 @@ from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Alternatives, alternatives
 from gtpo_jax.sampling.prefill.batches import pad_prompts
 from gtpo_jax.sampling.session import Pace, Session
-from gtpo_jax.serving.outputs import FAILED, Part
+from gtpo_jax.serving.choices import FAILED, Part
 
 # What comes waits for the end of a chunk, so a chunk has fewer tokens if these take longer.
 CHUNK_S = 0.2

@@ -23,7 +23,6 @@ from gtpo_jax.runtime.errors import UserError, did_you_mean, first_line
 from gtpo_jax.sampling.filters import ALTERNATIVES
 from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
 from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
-from gtpo_jax.serving.api_errors import ApiError, bad
 
 MAX_BODY = 16 << 20  # bytes
 MAX_CHOICES = 128
@@ -51,6 +50,37 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
   "modalities": (["text"],),
   "suffix": ("",),
 }
+
+
+class ApiError(Exception):
+  """A request that is not answered; the message is one line and says nothing of the machine.
+
+  Attributes:
+    status: the HTTP status.
+    message: what is wrong, and what to do.
+    param: the field of the request that is wrong; None if it is no field.
+    code: a name for programs; None for none.
+  """
+
+  def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    super().__init__(message)
+    self.status = status
+    self.message = message
+    self.param = param
+    self.code = code
+
+  def body(self) -> dict[str, Any]:
+    """Returns the error object."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    other = "server_error" if self.status >= 500 else "invalid_request_error"
+    kind = kinds.get(self.status, other)
+    error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+    return {"error": error}
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+  """Returns the error of a request that is wrong."""
+  return ApiError(400, message, param, code)
 
 
 class Body(BaseModel):
@@ -131,7 +161,9 @@ def one_line(error: UserError) -> ApiError:
 
 
 def _check_stop(value: Any) -> tuple[str, ...]:
-  strings = (value,) if isinstance(value, str) else tuple(value) if _is_list(value) else value
+  strings = (
+    (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+  )
   if not is_stop(strings):
     raise ValueError(
       f"must be a non-empty string or a list of at most {MAX_STOP_STRINGS} of them, got "
@@ -141,10 +173,10 @@ def _check_stop(value: Any) -> tuple[str, ...]:
 
 
 def _check_prompts(value: Any) -> list[str | list[int]]:
-  if isinstance(value, str) or (_is_list(value) and value and all(map(_is_id, value))):
+  if isinstance(value, str) or (isinstance(value, list) and value and all(map(_is_id, value))):
     value = [value]
-  good = _is_list(value) and all(
-    isinstance(x, str) or (_is_list(x) and x and all(map(_is_id, x))) for x in value
+  good = isinstance(value, list) and all(
+    isinstance(x, str) or (isinstance(x, list) and x and all(map(_is_id, x))) for x in value
   )
   if not good or not value or len(value) > MAX_PROMPTS:
     raise ValueError(
@@ -156,7 +188,7 @@ def _check_prompts(value: Any) -> list[str | list[int]]:
 
 def _check_content(value: Any) -> str:
   """Returns the text of a message, which may come in parts."""
-  parts = value if _is_list(value) else [{"type": "text", "text": value or ""}]
+  parts = value if isinstance(value, list) else [{"type": "text", "text": value or ""}]
   texts = []
   for part in parts:
     kind = part.get("type") if isinstance(part, dict) else None
@@ -208,10 +240,6 @@ def _check_tool_choice(value: Any) -> Any:
 
 def _is_id(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_list(value: Any) -> bool:
-  return isinstance(value, list)
 
 
 # Some programs write whole numbers as 1.0.

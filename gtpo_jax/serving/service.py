@@ -14,11 +14,9 @@ from gtpo_jax.data.chat import Chat
 from gtpo_jax.sampling.completion import Prompt
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.serving.answers import Answers
-from gtpo_jax.serving.api_errors import ApiError, bad
-from gtpo_jax.serving.choices import Choice, Job
+from gtpo_jax.serving.choices import NOTHING, Choice, Job, new_search
 from gtpo_jax.serving.generator import Full, Generator, ScoreJob, ServedCompletion
-from gtpo_jax.serving.outputs import NOTHING, new_search
-from gtpo_jax.serving.requests import ChatRequest, CompletionRequest
+from gtpo_jax.serving.requests import ApiError, ChatRequest, CompletionRequest, bad
 
 PIECE_CHARS = 65_536  # of a text that is encoded at once to see whether it is too long
 CUT_TOKENS = 16  # by which a piece of a text may have more tokens than it has within the text
@@ -145,11 +143,7 @@ class Service:
     return job
 
   def _limit(self, prompt: Sequence[int], wanted: int | None) -> int:
-    """Returns the most tokens of a completion of a prompt.
-
-    Raises:
-      ApiError: the prompt is empty or too long.
-    """
+    """Returns the most tokens of a completion of a prompt."""
     engine = self._engine
     context = engine.model.config.max_length
     longest = self._longest

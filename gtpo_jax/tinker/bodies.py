@@ -6,17 +6,17 @@ import json
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model
 
 from gtpo_jax.sampling.filters import ALTERNATIVES
 from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
 from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
-from gtpo_jax.serving.api_errors import bad
 from gtpo_jax.serving.requests import (
   HIGHEST_TEMPERATURE,
   LARGEST_TOP_K,
   Body,
   Lenient,
+  bad,
   checked,
   shown,
 )
@@ -38,12 +38,6 @@ def _check_metadata(value: dict[str, Any]) -> dict[str, Any]:
   except ValueError:
     raise ValueError("must have no numbers that are not finite") from None
   return value
-
-
-def _check_adamw(kind: str) -> str:
-  if kind != "adamw":
-    raise ValueError(f"must be 'adamw', got {shown(kind)}; use adamw")
-  return kind
 
 
 def _check_name(name: str) -> str:
@@ -88,25 +82,6 @@ class Page(Body):
   access_scope: Literal["owned", "accessible"] = "owned"
 
 
-class SessionBody(Lenient):
-  """session_heartbeat."""
-
-  session_id: str
-
-
-class RequestBody(Lenient):
-  """retrieve_future and cancel_future."""
-
-  request_id: str
-
-
-class ModelBody(Body):
-  """get_info."""
-
-  model_id: str
-  type: str = ""
-
-
 class NumberedBody(Body):
   """A request of a model."""
 
@@ -114,10 +89,12 @@ class NumberedBody(Body):
   seq_id: Annotated[Seq, Field(ge=1)]
 
 
-class PathBody(Body):
-  """weights_info."""
-
-  tinker_path: str
+# Of session_heartbeat; of retrieve_future and cancel_future; of get_info; of weights_info.
+SessionBody = create_model("SessionBody", __base__=Lenient, session_id=(str, ...))
+RequestBody = create_model("RequestBody", __base__=Lenient, request_id=(str, ...))
+ModelBody = create_model("ModelBody", __base__=Body, model_id=(str, ...), type=(str, ""))
+PathBody = create_model("PathBody", __base__=Body, tinker_path=(str, ...))
+OptimizerBody = create_model("OptimizerBody", __base__=Body, type=(Literal["adamw"], "adamw"))
 
 
 class LoraBody(Body):
@@ -128,12 +105,6 @@ class LoraBody(Body):
   train_unembed: bool = True
   train_mlp: bool = True
   train_attn: bool = True
-
-
-class OptimizerBody(Body):
-  """The optimizer of a model."""
-
-  type: Annotated[str, AfterValidator(_check_adamw)] = "adamw"
 
 
 class NewModelBody(Body):
@@ -268,13 +239,7 @@ class SampleBody(Body):
 def read_sample(values: dict[str, Any], base: ServedBase, queue: int) -> tuple[SampleBody, int]:
   """Returns a request to sample, and the most tokens of each sample.
 
-  Args:
-    values: the fields.
-    base: what is sampled from, or begun with.
-    queue: the most samples that may run and wait at once.
-
-  Raises:
-    ApiError: a field is wrong, or asks for what the server cannot do.
+  At most `queue` samples may run and wait at once.
   """
   body = checked(SampleBody, values)
   engine = base.worker.engine

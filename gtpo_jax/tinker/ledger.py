@@ -25,14 +25,13 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.api_errors import ApiError, bad
+from gtpo_jax.serving.requests import ApiError, bad
 from gtpo_jax.tinker.wire import (
   ERROR,
   LOAD,
@@ -103,7 +102,8 @@ class Ledger:
     self.closed = False
     self._seed = seed
     self._most_samples = most_samples
-    self._awaited: dict[str, Future[None]] = {}  # requests whose results somebody waits for
+    # By the requests whose results somebody waits for.
+    self._awaited: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
     self._lock_file = _lock(file.with_suffix(".lock"))
     self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
     try:
@@ -316,11 +316,7 @@ class Ledger:
     return self._session(name)[0]
 
   def spec(self, model: str) -> dict[str, Any]:
-    """Returns what a client has asked a model to be.
-
-    Raises:
-      ApiError: its session is over (410).
-    """
+    """Returns what a client has asked a model to be."""
     with self.changed:
       row = self._one("SELECT spec FROM models WHERE id = ?", model)
     if row is None:
@@ -328,11 +324,7 @@ class Ledger:
     return json.loads(row[0])
 
   def add_sampler(self, name: str, source: dict[str, Any]) -> None:
-    """Adds a sampling session.
-
-    Raises:
-      ApiError: there is one that samples from something else.
-    """
+    """Adds a sampling session."""
     with self.changed:
       known = self.sampler(name)
       if known is None and self.owner(name):
@@ -362,11 +354,7 @@ class Ledger:
   # Requests.
 
   def is_known(self, request: Submission) -> bool:
-    """Whether a request has arrived before.
-
-    Raises:
-      ApiError: another one with this number has.
-    """
+    """Whether a request has arrived before."""
     with self.changed:
       row = self._one("SELECT digest FROM requests WHERE id = ?", request.id)
     if row and row[0] != request.digest:
@@ -375,18 +363,8 @@ class Ledger:
       )
     return bool(row)
 
-  def submit(
-    self,
-    request: Submission,
-    spec: dict[str, Any] | None = None,
-    answer: StoredResult | None = None,
-  ) -> None:
-    """Adds a request, unless it is known.
-
-    Args:
-      request: the request.
-      spec: of the new model that it makes.
-      answer: its result, if it is refused.
+  def submit(self, request: Submission, answer: StoredResult | None = None) -> None:
+    """Adds a request, unless it is known; with its answer if it is refused.
 
     Raises:
       ApiError: another request has its number, its number is far from its model's next one, or too
@@ -398,7 +376,7 @@ class Ledger:
       if request.op == SAMPLE:
         if len(self._open_samples) >= self._most_samples:
           raise ApiError(429, "the server is busy; try again later")
-      elif spec is None:
+      elif request.spec is None:
         following = self.next.get(request.target)
         if following is None:
           raise ApiError(410, "there is no such model; create it again")
@@ -408,8 +386,8 @@ class Ledger:
             "seq_id",
           )
       with self._transaction():
-        if spec is not None:
-          self._insert("models", id=request.target, spec=json.dumps(spec))
+        if request.spec is not None:
+          self._insert("models", id=request.target, spec=json.dumps(request.spec))
         head = {name: getattr(request, name) for name in ("id", "op", "target", "seq", "digest")}
         self._insert("requests", **head)
         self._insert("bodies", id=request.id, body=request.body, drawn=request.drawn)
@@ -418,7 +396,7 @@ class Ledger:
       if request.op == SAMPLE:
         self._open_samples.add(request.id)
         self._untaken.append(request.id)
-      elif spec is not None:
+      elif request.spec is not None:
         self.snapshots[request.target] = -1
         self.next[request.target] = 0
       self.changed.notify_all()
@@ -498,7 +476,9 @@ class Ledger:
 
   def _wake(self, name: str) -> None:
     if awaited := self._awaited.pop(name, None):
-      awaited.set_result(None)
+      loop, ready = awaited
+      with contextlib.suppress(RuntimeError):  # the server ends
+        loop.call_soon_threadsafe(ready.set)
 
   def _request(self, name: str) -> Submission | None:
     row = self._one(f"SELECT {_SUBMISSION} WHERE requests.id = ?", name)
@@ -527,19 +507,19 @@ class Ledger:
       self.finish(request, StoredResult(ERROR, b"the request was cancelled", "user"))
 
   async def wait(self, owner: str, name: str, seconds: float) -> StoredResult | None:
-    """Returns the result of a request; None if it has none within some seconds.
+    """Returns the result of a request; None if it has none within some seconds."""
+    loop = asyncio.get_running_loop()
+    found = await asyncio.to_thread(self._find, owner, name, loop)
+    if isinstance(found, asyncio.Event):
+      with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(found.wait(), seconds)
+      found = await asyncio.to_thread(self._find, owner, name, loop)
+    return None if isinstance(found, asyncio.Event) else found
 
-    Raises:
-      ApiError: there is no such request, or its result was dropped.
-    """
-    found = await asyncio.to_thread(self._find, owner, name)
-    if isinstance(found, Future):
-      await asyncio.wait([asyncio.wrap_future(found)], timeout=seconds)
-      found = await asyncio.to_thread(self._find, owner, name)
-    return None if isinstance(found, Future) else found
-
-  def _find(self, owner: str, name: str) -> StoredResult | Future[None]:
-    """Returns the result of a request, or else what ends with it, for which others may wait too."""
+  def _find(
+    self, owner: str, name: str, loop: asyncio.AbstractEventLoop
+  ) -> StoredResult | asyncio.Event:
+    """Returns the result of a request, or the event of its end, which others may wait for too."""
     self.session(owner, name)
     with self.changed:
       if result := self._result(name):
@@ -548,7 +528,7 @@ class Ledger:
       # Requests of a model whose results are no longer kept may be carried out again.
       if request is None or request.seq < self.next.get(request.target, 0):
         raise ApiError(410, "there is no such request, or its result is no longer kept")
-      return self._awaited.setdefault(name, Future())
+      return self._awaited.setdefault(name, (loop, asyncio.Event()))[1]
 
   def saved(self, model: str, seq: int) -> None:
     """Notes that a model's state after a request is saved, and forgets what led to it."""
@@ -563,11 +543,7 @@ class Ledger:
       self.snapshots[model] = seq
 
   def sampled(self, owner: str, sequence: str) -> Sample:
-    """Returns a sampled sequence by its id.
-
-    Raises:
-      ApiError: there is none, or it is another client's, or no longer kept.
-    """
+    """Returns a sampled sequence by its id."""
     name, _, index = sequence.rpartition(":")
     with self.changed:
       outcome = self._result(name)
@@ -580,11 +556,7 @@ class Ledger:
 
 
 def _lock(file: Path) -> BinaryIO:
-  """Claims a workdir for this process.
-
-  Raises:
-    UserError: another process has it, or it cannot be written.
-  """
+  """Claims a workdir for this process."""
   import fcntl
 
   try:

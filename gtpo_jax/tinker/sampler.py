@@ -15,10 +15,9 @@ import numpy as np
 
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.completion import Prompt
-from gtpo_jax.serving.api_errors import ApiError
+from gtpo_jax.serving.choices import NOTHING, Part, joined, new_search
 from gtpo_jax.serving.generator import Full, Generator, ScoreJob, ServedCompletion
-from gtpo_jax.serving.outputs import NOTHING, Part, joined, new_search
-from gtpo_jax.serving.requests import parse_object
+from gtpo_jax.serving.requests import ApiError, parse_object
 from gtpo_jax.tinker.bodies import SampleBody, read_sample
 from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase
@@ -40,14 +39,10 @@ class Policies:
     self._kept: collections.OrderedDict[str, DecodeParams] = collections.OrderedDict()
 
   def get(self, source: dict[str, Any]) -> DecodeParams:
-    """Returns the weights that a sampler samples from.
-
-    Raises:
-      ApiError: they were deleted.
-    """
+    """Returns the weights that a sampler samples from."""
     saved = None
     name = ""
-    if source["run"]:
+    if source["path"]:
       saved = self._store.of_sampler(source)
       if saved is None:
         raise ApiError(410, "the weights of this sampler are gone; save them again")
@@ -79,13 +74,9 @@ class StopTokens:
 
 
 class Pending:
-  """A request under way: collects what arrives, on the generator's thread."""
+  """A request under way: collects what arrives, on the generator's thread, then calls `finish`."""
 
   def __init__(self, body: SampleBody, finish: Callable[[Pending], None]):
-    """Args:
-    body: what was asked.
-    finish: called once everything has arrived, or generation has failed.
-    """
     self.jobs: list[ServedCompletion | ScoreJob] = []
     self._body = body
     self._samples = [NOTHING] * body.num_samples
@@ -139,12 +130,6 @@ class Sampler:
   """Passes requests of a ledger on to a generator."""
 
   def __init__(self, base: ServedBase, ledger: Ledger, policies: Policies, generator: Generator):
-    """Args:
-    base: the model that others begin with.
-    ledger: the requests.
-    policies: what is sampled from.
-    generator: an engine's.
-    """
     self._base = base
     self._ledger = ledger
     self._policies = policies

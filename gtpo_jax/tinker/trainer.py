@@ -14,13 +14,12 @@ import numpy as np
 
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.serving.api_errors import ApiError, bad
-from gtpo_jax.serving.requests import checked, parse_object
+from gtpo_jax.serving.requests import ApiError, bad, checked, parse_object
 from gtpo_jax.tinker.bodies import OF_MODELS, LoadBody, SaveBody, SaveForSamplerBody, StepBody
 from gtpo_jax.tinker.entropy_credit import shape, split_credit
 from gtpo_jax.tinker.ledger import GONE_S, RETRY_S, Ledger
 from gtpo_jax.tinker.losses import Loss, make_loss
-from gtpo_jax.tinker.models import ServedBase, TrainedModel
+from gtpo_jax.tinker.models import ServedBase, StepSettings, TrainedModel
 from gtpo_jax.tinker.saved_weights import (
   EPHEMERAL,
   SAMPLER,
@@ -30,7 +29,6 @@ from gtpo_jax.tinker.saved_weights import (
   Store,
   read_saved,
 )
-from gtpo_jax.tinker.training_programs import StepSettings
 from gtpo_jax.tinker.wire import (
   CREATE,
   ERROR,
@@ -55,26 +53,20 @@ from gtpo_jax.tinker.wire import (
 CHANGES = (CREATE, LOAD, FORWARD_BACKWARD, OPTIM_STEP)  # what is carried out again
 SNAPSHOT_S = 60.0  # of computing, after which a model's state is saved
 SNAPSHOT_RATIO = 30.0  # or so many times the time that this takes, if that is less
-FIRST_SNAPSHOT_S = 0.1  # what it is assumed to take
 
 
 class Trainer:
-  """Carries out the requests of a ledger, each by the function of its operation."""
+  """Carries out the requests of a ledger, each by the function of its operation.
+
+  There are at most `most` models, which begin with `base`, and whose weights are saved in `store`.
+  """
 
   def __init__(self, base: ServedBase, ledger: Ledger, store: Store, most: int):
-    """Args:
-    base: the model that others begin with.
-    ledger: has the requests, and knows which models there are and what was sampled.
-    store: where weights and snapshots are saved.
-    most: how many models there may be.
-    """
     self._base = base
     self._ledger = ledger
     self._store = store
     self._most = most
     self._models: dict[str, TrainedModel] = {}  # in memory
-    self._since_snapshot: dict[str, float] = {}  # seconds of computing, by model
-    self._snapshot_s: dict[str, float] = {}  # how long the last one took
     self._by_name: dict[str, Callable[[Submission, Any], StoredResult]] = {
       CREATE: self._create,
       LOAD: self._load,
@@ -98,7 +90,10 @@ class Trainer:
     while taken := self._ledger.take():
       request, known = taken
       began = time.perf_counter()
-      if known and (known.kind == ERROR or not is_change(request)):
+      again = known and known.kind != ERROR and request.op in CHANGES
+      if again and request.op == FORWARD_BACKWARD:
+        again = not parse_batch(request.body).forward_only
+      if known and not again:
         self._ledger.finish(request, known)
         continue
       try:
@@ -109,12 +104,10 @@ class Trainer:
         outcome = refusal(error, request.op)
       self._ledger.finish(request, known or outcome)
       self._forget_ended()
-      name = request.target
-      if name in self._models:
-        spent = self._since_snapshot.get(name, 0.0) + time.perf_counter() - began
-        self._since_snapshot[name] = spent
-        if spent > min(SNAPSHOT_S, SNAPSHOT_RATIO * self._snapshot_s.get(name, FIRST_SNAPSHOT_S)):
-          self.snapshot(name, request.seq)
+      if model := self._models.get(request.target):
+        model.since_snapshot_s += time.perf_counter() - began
+        if model.since_snapshot_s > min(SNAPSHOT_S, SNAPSHOT_RATIO * model.snapshot_s):
+          self.snapshot(request.target, request.seq)
 
   # Models in memory, and their snapshots.
 
@@ -122,8 +115,6 @@ class Trainer:
     """Returns a model, which is read from its snapshot after a restart."""
     if name not in self._models:
       saved = self._store.snapshot(name)
-      if saved is None:
-        raise bad("the model was not created")
       self._models[name] = TrainedModel(self._base, saved.about.spec, saved)
     return self._models[name]
 
@@ -131,8 +122,7 @@ class Trainer:
     """Forgets the models whose sessions are over, and deletes their states."""
     while self._ledger.ended:
       name = self._ledger.ended.popleft()
-      for named in (self._models, self._since_snapshot, self._snapshot_s):
-        named.pop(name, None)
+      self._models.pop(name, None)
       self._store.drop(name)
 
   def _make_space(self, name: str, full: bool) -> None:
@@ -152,19 +142,20 @@ class Trainer:
   def snapshot(self, name: str, seq: int) -> bool:
     """Saves the state of a model after the request `seq`; returns whether it could."""
     began = time.perf_counter()
+    model = self._models[name]
     try:
       folder = self._store.folder(name, STATE, str(seq))
       if not folder.exists():
         about = {"run": name, "owner": self._ledger.owner(name)}
-        self._models[name].save(folder, about, moments=True, export=False)
+        model.save(folder, about, moments=True, export=False)
       self._ledger.saved(name, seq)
       self._store.tidy(name, seq)
     except Exception as error:  # of disks, and of devices; its requests stay in the ledger
       print(f"gtpo: the state of a model was not saved: {first_line(error)}", file=sys.stderr)
       return False
     finally:
-      self._since_snapshot[name] = 0.0
-      self._snapshot_s[name] = time.perf_counter() - began
+      model.since_snapshot_s = 0.0
+      model.snapshot_s = time.perf_counter() - began
     return True
 
   # Operations.
@@ -184,7 +175,7 @@ class Trainer:
         self._make_space(name, full=not spec.rank)
         self._models[name] = TrainedModel(self._base, spec, saved, body.optimizer)
       else:
-        self._get(name).load(saved.about.spec, saved, body.optimizer)
+        self._get(name).load(saved, body.optimizer)
       # What was read may change, so its effect is saved before the client hears of it.
       while not self.snapshot(name, request.seq):
         if self._ledger.closed:
@@ -218,8 +209,7 @@ class Trainer:
       answer["path"] = path
     if body.sampling_session_seq_id is not None:
       sampler = f"{request.target.split(':')[0]}:sample:{body.sampling_session_seq_id}"
-      live = body.kind == "inflight"
-      source = {"run": request.target, "kind": SAMPLER, "name": path.split("/")[-1], "live": live}
+      source = {"path": path, "live": body.kind == "inflight"}
       source["model"] = self._ledger.spec(request.target)["base_model"]
       source["saved_by"] = f"{request.target.partition(':')[2]}:{request.seq}"
       self._ledger.add_sampler(sampler, source)
@@ -253,13 +243,6 @@ class Trainer:
     return f"tinker://{run}/{kind}/{folder.name}"
 
 
-def is_change(request: Submission) -> bool:
-  """Whether a request changes its model, so that it is carried out again after a restart."""
-  if request.op == FORWARD_BACKWARD:
-    return not parse_batch(request.body).forward_only
-  return request.op in CHANGES
-
-
 class Batch(NamedTuple):
   """A request to compute a loss.
 
@@ -277,12 +260,7 @@ class Batch(NamedTuple):
 
 
 def read_batch(message: Any, base: ServedBase) -> Batch:
-  """Returns a request to compute a loss, from the message of `parse_batch`.
-
-  Raises:
-    ApiError: something is missing or wrong.
-    UserError: a setting of the recipe is out of bounds.
-  """
+  """Returns a request to compute a loss, from the message of `parse_batch`."""
   name = message.loss_fn
   data = read_data(message, base.vocab, base.longest)
   algorithm, config = split_credit(name, read_config(message))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +13,7 @@ from google.protobuf.message import DecodeError
 
 from gtpo_jax.runtime.device_errors import OUT_OF_MEMORY, status
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.api_errors import ApiError, bad
-from gtpo_jax.serving.requests import one_line
+from gtpo_jax.serving.requests import ApiError, bad, one_line
 from gtpo_jax.tinker.schema import BFLOAT16, CLASSES, FLOAT32, INT32, INT64
 
 JSON, PROTO, ERROR = "json", "proto", "error"  # what a result is
@@ -39,6 +38,7 @@ class Submission:
     drawn: f32[tokens of all data] as bytes, for credit: the entropies of tokens that were sampled
       here, NaN for others.
     digest: of the path and the body that were sent.
+    spec: of the new model that it makes.
   """
 
   op: str
@@ -47,6 +47,7 @@ class Submission:
   body: bytes
   drawn: bytes = b""
   digest: bytes = b""
+  spec: dict[str, Any] | None = None
 
   @property
   def id(self) -> str:
@@ -72,12 +73,7 @@ class StoredResult:
 
 
 def refusal(error: Exception, what: str) -> StoredResult:
-  """Returns the outcome of a request that has failed; an unexpected error is printed.
-
-  Args:
-    error: what was raised.
-    what: was under way, for the log.
-  """
+  """Returns the outcome of a request that has failed in `what`; an unexpected error is printed."""
   if isinstance(error, UserError):
     error = one_line(error)
   if isinstance(error, ApiError):
@@ -124,11 +120,7 @@ class Datum:
 
 
 def parse_batch(body: bytes) -> Any:
-  """Returns the message of a request to compute a loss.
-
-  Raises:
-    ApiError: the body is no such message.
-  """
+  """Returns the message of a request to compute a loss."""
   try:
     return CLASSES["ForwardBackwardRequest"].FromString(body)
   except (DecodeError, RecursionError):
@@ -148,25 +140,19 @@ def read_config(message: Any) -> dict[str, float | str]:
 
 
 def read_data(message: Any, vocab: int, longest: int) -> tuple[Datum, ...]:
-  """Returns the arrays of a message.
-
-  Args:
-    message: from `parse_batch`.
-    vocab: token ids are below this.
-    longest: the most tokens of a sequence.
-
-  Raises:
-    ApiError: an array is missing or wrong, or asks for what the server cannot do.
-  """
+  """Returns the arrays of a message, of at most `longest` tokens with ids below `vocab`."""
   if not message.data:
     raise bad("data is empty; send at least one datum")
-  data = []
-  for i, datum in enumerate(message.data):
+  return tuple(of_each(lambda x: _read_datum(x, vocab, min(longest, MAX_LENGTH)), message.data))
+
+
+def of_each(read: Callable[[Any], Any], data: Iterable[Any]) -> Iterator[Any]:
+  """Yields what `read` returns of each datum; an error says of which one it is."""
+  for i, datum in enumerate(data):
     try:
-      data.append(_read_datum(datum, vocab, min(longest, MAX_LENGTH)))
+      yield read(datum)
     except ApiError as error:
       raise bad(f"data[{i}]: {error.message}") from None
-  return tuple(data)
 
 
 def _read_datum(message: Any, vocab: int, longest: int) -> Datum:
@@ -257,9 +243,7 @@ def loss_output(
     count: the number of data.
     metrics: by name; the part after the colon says how several chunks' are combined.
   """
-  message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
-  for name, value in metrics.items():
-    message.metrics[name] = value
+  message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=metrics)
   record = message.loss_fn_outputs.add(num_datums=count)
   for name, rows in outputs.items():
     offsets = np.cumsum([0, *(row.nbytes for row in rows)], dtype=np.int64)

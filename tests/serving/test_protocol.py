@@ -458,8 +458,7 @@ def test_a_stream_of_an_answer_with_tools_is_the_whole_answer(chat_with_tools, t
   from openai.types.chat import ChatCompletionChunk
 
   from gtpo_jax.serving.answers import Answers
-  from gtpo_jax.serving.choices import Choice
-  from gtpo_jax.serving.outputs import Part
+  from gtpo_jax.serving.choices import Choice, Part
   from gtpo_jax.serving.requests import ChatRequest, checked, parse_object
 
   answers = Answers("small", chat_with_tools)

@@ -8,9 +8,14 @@ import pytest
 
 from gtpo_jax.cli.serve import model_name
 from gtpo_jax.data.chat import Chat, load_chat
-from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.conversation import Conversations
-from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, checked, parse_object
+from gtpo_jax.serving.requests import (
+  ApiError,
+  ChatRequest,
+  CompletionRequest,
+  checked,
+  parse_object,
+)
 
 read_chat = functools.partial(checked, ChatRequest)
 read_completion = functools.partial(checked, CompletionRequest)

@@ -25,11 +25,9 @@ from gtpo_jax.rollout.agents.calls import Agent, AgentCall
 from gtpo_jax.rollout.agents.conversations import Conversation, Transcript
 from gtpo_jax.rollout.agents.endpoint import Endpoint
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.api_errors import ApiError
-from gtpo_jax.serving.choices import Job
+from gtpo_jax.serving.choices import Job, Part
 from gtpo_jax.serving.conversation import Conversations
-from gtpo_jax.serving.outputs import Part
-from gtpo_jax.serving.requests import one_line
+from gtpo_jax.serving.requests import ApiError, one_line
 
 
 class Requests:

@@ -12,12 +12,10 @@ from starlette.requests import Request
 
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.serving.answers import Answers
-from gtpo_jax.serving.api_errors import bad
 from gtpo_jax.serving.app import chat_routes
-from gtpo_jax.serving.choices import Choice, Job
+from gtpo_jax.serving.choices import Choice, Job, new_search
 from gtpo_jax.serving.http import answering, bearer, listen, make_server, read_fields, starlette_app
-from gtpo_jax.serving.outputs import new_search
-from gtpo_jax.serving.requests import ChatRequest, checked
+from gtpo_jax.serving.requests import ChatRequest, bad, checked
 
 HOST = "127.0.0.1"
 NAME = "policy"  # of the model
