@@ -26,7 +26,7 @@ from gtpo_jax.config import Config, flatten, to_dict
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.rewards.judge.judge import Judge
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.requests import parse_object, read_chat
+from gtpo_jax.serving.requests import ChatRequest, checked, parse_object
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -293,7 +293,8 @@ def test_the_requests_to_servers_are_json():
   own, vllm = map(json.loads, re.findall(r"-d '(\{.*?\})'", text, re.DOTALL))
   assert vllm["messages"][0]["role"] == "user"
   del own["model"]
-  assert read_chat(parse_object(json.dumps(own).encode())).messages == own["messages"]
+  body = parse_object(json.dumps(own).encode())
+  assert checked(ChatRequest, body).messages == own["messages"]
 
 
 def test_every_algorithm_and_objective_has_a_line():

@@ -28,7 +28,7 @@ from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.completion import Completion
 from gtpo_jax.sampling.session import Session
 from gtpo_jax.sampling.settings import SamplingParams
-from gtpo_jax.serving.outputs import new_search
+from gtpo_jax.serving.choices import new_search
 
 # Turns that have just ended wait so long for what follows before other completions are sampled.
 # Without it, a tool that takes no time would delay its turn by a chunk of tokens.

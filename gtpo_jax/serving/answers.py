@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from gtpo_jax.data.chat import Chat
-from gtpo_jax.serving.choices import Choice, Parts
+from gtpo_jax.data.text_stream import REPLACEMENT
+from gtpo_jax.serving.choices import Choice, Part, Parts, joined
 from gtpo_jax.serving.conversation import Conversations
-from gtpo_jax.serving.outputs import LogProbs, Output, Part, joined
-from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, Sampling
+from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, Request
 
 Json = dict[str, Any]
+LOWEST = -9999.0  # JSON has no infinity; what the protocol writes for a token of probability 0
 
 
 class Answers:
@@ -38,119 +39,92 @@ class Answers:
 
   def chat(self, request: ChatRequest, choices: Sequence[Choice]) -> Json:
     """Returns the whole answer once all choices have ended."""
-    sampling = request.sampling
     answers = []
     for index, choice in enumerate(choices):
-      message = self.conversations.message(choice.output.text, request.tools)
-      called = "tool_calls" in message
-      answer = {
-        "index": index,
-        "message": message,
-        "logprobs": self._chat_log_probs(sampling, _part(choice.output)),
-        "finish_reason": "tool_calls" if called else choice.output.finish,
-      }
-      if sampling.return_token_ids:
-        answer["token_ids"] = choice.output.tokens
-      answers.append(answer)
-    answer = {
-      **self._head("chat.completion"),
-      "choices": answers,
-      "usage": usage(choices, sampling),
-    }
-    if sampling.return_token_ids:
+      message = self.conversations.message(choice.text(), request.tools)
+      finish = "tool_calls" if "tool_calls" in message else choice.output.finish
+      answers.append(self._choice(request, index, choice.output, finish) | {"message": message})
+    answer = {**self._head("chat.completion"), "choices": answers, "usage": usage(choices, request)}
+    if request.return_token_ids:
       answer["prompt_token_ids"] = list(choices[0].prompt)
     return answer
 
   def completion(self, request: CompletionRequest, choices: Sequence[Choice]) -> Json:
     """Returns the whole answer once all choices have ended."""
-    sampling = request.sampling
     answers = []
     for index, choice in enumerate(choices):
-      output = choice.output
-      text = output.text
-      part = _part(output)
+      text = choice.text()
+      part = choice.output
       first = None
       if request.echo:
-        given = request.prompts[index // sampling.n]
+        given = request.prompt[index // request.n]
         text = (given if isinstance(given, str) else self._chat.decode([given])[0]) + text
         if choice.prefix:
           first = choice.prompt[0]
           part = joined(choice.prefix, part)
-      log_probs = None
-      if sampling.log_probs:
-        log_probs = self._log_probs.completion_format(part, sampling.top, first=first)
-      answer = {
-        "index": index,
-        "text": text,
-        "logprobs": log_probs,
-        "finish_reason": output.finish or "length",
-      }
-      if sampling.return_token_ids:
-        answer |= {"prompt_token_ids": list(choice.prompt), "token_ids": output.tokens}
+      answer = self._choice(request, index, choice.output, choice.output.finish or "length")
+      answer["text"] = text
+      if request.top is not None:
+        answer["logprobs"] = self._log_probs.completion_format(part, request.top, first=first)
+      if request.return_token_ids:
+        answer["prompt_token_ids"] = list(choice.prompt)
       answers.append(answer)
-    return {**self._head("text_completion"), "choices": answers, "usage": usage(choices, sampling)}
+    return {**self._head("text_completion"), "choices": answers, "usage": usage(choices, request)}
 
   async def chat_stream(
     self, request: ChatRequest, choices: Sequence[Choice], parts: Parts
   ) -> AsyncIterator[Json]:
     """Yields the answer in parts, while `parts` yields those of its choices."""
-    sampling = request.sampling
     head = self._head("chat.completion.chunk")
-    choice = lambda index, delta, finish=None: {
-      "index": index,
-      "delta": delta,
-      "logprobs": None,
-      "finish_reason": finish,
-    }
-    for index in range(len(choices)):
-      first = {**head, "choices": [choice(index, {"role": "assistant", "content": ""})]}
-      if sampling.return_token_ids:
-        first["prompt_token_ids"] = list(choices[index].prompt)
+    for index, choice in enumerate(choices):
+      answer = {"index": index, "logprobs": None, "finish_reason": None}
+      first = {**head, "choices": [answer | {"delta": {"role": "assistant", "content": ""}}]}
+      if request.return_token_ids:
+        first["prompt_token_ids"] = list(choice.prompt)
       yield first
     async for index, part in parts:
-      output = choices[index].output
+      choice = choices[index]
       delta: Json = {}
       finish = part.finish or None
       if not request.tools:
-        if text := output.new_text():
+        if text := choice.new_text():
           delta["content"] = text
       elif finish:  # what a call is shows only at its end
-        message = self.conversations.message(output.text, request.tools)
+        message = self.conversations.message(choice.text(), request.tools)
         delta = {key: message[key] for key in message.keys() - {"role", "refusal"}}
         if calls := delta.get("tool_calls"):
           delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
           finish = "tool_calls"
-      answer = choice(index, delta, finish)
-      answer["logprobs"] = self._chat_log_probs(sampling, part)
-      if sampling.return_token_ids:
-        answer["token_ids"] = part.tokens
+      answer = self._choice(request, index, part, finish) | {"delta": delta}
       yield {**head, "choices": [answer]}
-    if sampling.include_usage:
-      yield {**head, "choices": [], "usage": usage(choices, sampling)}
+    if request.stream_options.include_usage:
+      yield {**head, "choices": [], "usage": usage(choices, request)}
 
   async def completion_stream(
     self, request: CompletionRequest, choices: Sequence[Choice], parts: Parts
   ) -> AsyncIterator[Json]:
     """Yields the answer in parts, while `parts` yields those of its choices."""
-    sampling = request.sampling
     head = self._head("text_completion")
     offsets = [0] * len(choices)
     async for index, part in parts:
-      log_probs = None
-      if sampling.log_probs:
-        log_probs = self._log_probs.completion_format(part, sampling.top, offsets[index])
+      answer = self._choice(request, index, part, part.finish or None)
+      answer["text"] = choices[index].new_text()
+      if request.top is not None:
+        log_probs = self._log_probs.completion_format(part, request.top, offsets[index])
         offsets[index] += sum(map(len, log_probs["tokens"]))
-      answer = {
-        "index": index,
-        "text": choices[index].output.new_text(),
-        "logprobs": log_probs,
-        "finish_reason": part.finish or None,
-      }
-      if sampling.return_token_ids:
-        answer["token_ids"] = part.tokens
+        answer["logprobs"] = log_probs
       yield {**head, "choices": [answer]}
-    if sampling.include_usage:
-      yield {**head, "choices": [], "usage": usage(choices, sampling)}
+    if request.stream_options.include_usage:
+      yield {**head, "choices": [], "usage": usage(choices, request)}
+
+  def _choice(self, request: Request, index: int, part: Part, finish: str | None) -> Json:
+    """Returns the fields that a choice has in all answers."""
+    answer: Json = {"index": index, "logprobs": None, "finish_reason": finish}
+    if isinstance(request, ChatRequest) and request.top is not None:
+      answer["logprobs"] = self._log_probs.chat_format(part, request.top)
+    if request.return_token_ids:
+      answer["token_ids"] = part.tokens
+    return answer
 
   def _head(self, kind: str) -> Json:
     prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
@@ -161,13 +135,10 @@ class Answers:
       "model": self.name,
     }
 
-  def _chat_log_probs(self, sampling: Sampling, part: Part) -> Json | None:
-    return self._log_probs.chat_format(part, sampling.top) if sampling.log_probs else None
 
-
-def usage(choices: Sequence[Choice], sampling: Sampling) -> Json:
+def usage(choices: Sequence[Choice], request: Request) -> Json:
   """Returns the numbers of tokens of a request; a prompt counts once for all its choices."""
-  prompt = sum(len(choice.prompt) for choice in choices[:: sampling.n])
+  prompt = sum(len(choice.prompt) for choice in choices[:: request.n])
   completion = sum(len(choice.output.tokens) for choice in choices)
   return {
     "prompt_tokens": prompt,
@@ -176,5 +147,78 @@ def usage(choices: Sequence[Choice], sampling: Sampling) -> Json:
   }
 
 
-def _part(output: Output) -> Part:
-  return Part(output.tokens, output.log_probs, output.alternatives, output.finish)
+class LogProbs:
+  """Writes log-probs. A token appears as the text that it has after others."""
+
+  def __init__(self, chat: Chat):
+    self._chat = chat
+
+  def chat_format(self, part: Part, top: int) -> Json:
+    """Returns the "logprobs" of a choice of /v1/chat/completions."""
+    texts = self._texts(part, top)
+    content = []
+    for i, (token, log_prob) in enumerate(zip(part.tokens, part.log_probs, strict=True)):
+      listed = _listed(part, i, top)
+      entry = _entry(texts[token], log_prob)
+      entry["top_logprobs"] = [_entry(texts[other], value) for other, value in listed]
+      content.append(entry)
+    return {"content": content, "refusal": None}
+
+  def completion_format(
+    self, part: Part, top: int, offset: int = 0, first: int | None = None
+  ) -> Json:
+    """Returns the "logprobs" of a choice of /v1/completions.
+
+    Args:
+      part: tokens and log-probs.
+      top: how many alternatives are listed.
+      offset: where the text of the first token begins.
+      first: the id of a token before the part, which has no log-prob; None for none.
+    """
+    texts = self._texts(part, top)
+    pieces = [texts[token] for token in part.tokens]
+    log_probs: list[float | None] = [_finite(x) for x in part.log_probs]
+    tops: list[dict[str, float] | None] = []
+    for i, token in enumerate(part.tokens):
+      found: dict[str, float] = {}
+      for other, value in [*_listed(part, i, top), (token, part.log_probs[i])]:
+        found.setdefault(texts[other], _finite(value))
+      tops.append(found)
+    if first is not None:
+      pieces.insert(0, self._chat.texts.single_texts([first])[first])
+      log_probs.insert(0, None)
+      tops.insert(0, None)
+    offsets = []
+    for piece in pieces:
+      offsets.append(offset)
+      offset += len(piece)
+    return {
+      "tokens": pieces,
+      "token_logprobs": log_probs,
+      "top_logprobs": tops if top else None,
+      "text_offset": offsets,
+    }
+
+  def _texts(self, part: Part, top: int) -> dict[int, str]:
+    others = (token for ids, _ in part.alternatives for token in ids[:top])
+    return self._chat.texts.single_texts({*part.tokens, *others})
+
+
+def _listed(part: Part, i: int, top: int) -> list[tuple[int, float]]:
+  if not top:
+    return []
+  ids, log_probs = part.alternatives[i]
+  return list(zip(ids[:top], log_probs[:top], strict=True))
+
+
+def _entry(text: str, log_prob: float) -> Json:
+  whole = REPLACEMENT not in text
+  return {
+    "token": text,
+    "logprob": _finite(log_prob),
+    "bytes": list(text.encode()) if whole else None,
+  }
+
+
+def _finite(log_prob: float) -> float:
+  return max(log_prob, LOWEST)

@@ -12,11 +12,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from gtpo_jax.serving.answers import Answers
-from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.choices import Job
 from gtpo_jax.serving.generator import Generator
 from gtpo_jax.serving.http import Handler, answering, read_fields, respond, starlette_app
-from gtpo_jax.serving.requests import read_chat, read_completion, shown
+from gtpo_jax.serving.requests import ApiError, ChatRequest, CompletionRequest, bad, checked, shown
 from gtpo_jax.serving.service import Service
 
 
@@ -96,12 +95,12 @@ class App:
 
   async def _completions(self, request: Request) -> Response:
     fields = await self._fields(request)
-    start = lambda loop: self._service.completion_job(read_completion(fields), loop)
+    start = lambda loop: self._service.completion_job(checked(CompletionRequest, fields), loop)
     job = await _on_thread(start)
     return await respond(request, job, self._answers.completion, self._answers.completion_stream)
 
   async def _start_chat(self, request: Request, fields: dict[str, Any]) -> Job:
-    return await _on_thread(lambda loop: self._service.chat_job(read_chat(fields), loop))
+    return await _on_thread(lambda loop: self._service.chat_job(checked(ChatRequest, fields), loop))
 
   async def _fields(self, request: Request) -> dict[str, Any]:
     """Returns the fields of a body, without "model"."""

@@ -1,15 +1,57 @@
-"""The choices of a request while they are generated, by a server's engine or by training."""
+"""The tokens and choices of a request as they arrive, from a server's engine or from training."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
 
-from gtpo_jax.serving.api_errors import ApiError
-from gtpo_jax.serving.outputs import Output, Part
-from gtpo_jax.serving.requests import ChatRequest, CompletionRequest
+from gtpo_jax.data.chat import Chat
+from gtpo_jax.data.text_stream import REPLACEMENT
+from gtpo_jax.sampling.stop_strings import StopStrings
+from gtpo_jax.serving.requests import ApiError, ChatRequest, CompletionRequest
 
+
+class Part(NamedTuple):
+  """The next tokens of a completion.
+
+  Attributes:
+    tokens: their ids.
+    log_probs: nats, under softmax(logits).
+    alternatives: for each token, the ids and log-probs of the most probable ones; empty unless the
+      completion wants them.
+    finish: "stop" or "length" if these are the last, "error" if there are no more; else "".
+    entropy: nats, of the policy at each of them; empty for a text that was scored.
+  """
+
+  tokens: list[int]
+  log_probs: list[float]
+  alternatives: list[tuple[list[int], list[float]]]
+  finish: str = ""
+  entropy: Sequence[float] = ()
+
+
+NOTHING = Part([], [], [])
+FAILED = Part([], [], [], "error")
 Parts = AsyncIterator[tuple[int, Part]]  # (index of the choice, its next tokens)
+
+
+def joined(first: Part, second: Part) -> Part:
+  """Returns two parts as one."""
+  return Part(
+    first.tokens + second.tokens,
+    first.log_probs + second.log_probs,
+    first.alternatives + second.alternatives,
+    second.finish,
+    [*first.entropy, *second.entropy],
+  )
+
+
+def new_search(chat: Chat, strings: Sequence[str]) -> StopStrings | None:
+  """Returns what finds the stop strings of a request; None if it has none."""
+  if not strings:
+    return None
+  return StopStrings(strings, lambda: chat.text_stream().add, chat.decode)
 
 
 class Choice:
@@ -17,14 +59,41 @@ class Choice:
 
   Attributes:
     prompt: the ids of its prompt.
-    output: what has arrived of it.
     prefix: the log-probs of its prompt, if they were asked for.
+    output: all that has arrived; its `finish` is "stop" or "length" once the choice has ended.
   """
 
-  def __init__(self, prompt: Sequence[int], output: Output):
+  def __init__(self, prompt: Sequence[int], chat: Chat, stop: StopStrings | None):
     self.prompt = prompt
-    self.output = output
     self.prefix: Part | None = None
+    self.output = Part([], [], [])
+    self._chat = chat
+    self._stop = stop
+    self._sent = 0  # characters that `new_text` has returned
+
+  def add(self, part: Part) -> None:
+    """Adds the next tokens."""
+    self.output = joined(self.output, part)
+
+  def text(self, part: Part = NOTHING) -> str:
+    """Returns the text so far, without stop strings and what may become one or another character.
+
+    With a part, it is the text that there would be with these next tokens, which are not added.
+    """
+    (text,) = self._chat.decode([self.output.tokens + part.tokens])
+    if self._stop:
+      text = self._stop.cut(text)
+    if part.finish or self.output.finish:
+      return text
+    text = text.rstrip(REPLACEMENT)
+    return self._stop.without_begun(text) if self._stop else text
+
+  def new_text(self) -> str:
+    """Returns the text that was not returned yet. All pieces together are the whole text."""
+    text = self.text()
+    new = text[self._sent :]
+    self._sent = max(self._sent, len(text))
+    return new
 
 
 class Job:
@@ -65,11 +134,7 @@ class Job:
     self._put(error)
 
   async def parts(self) -> Parts:
-    """Yields what is generated until all choices have ended.
-
-    Raises:
-      ApiError: generation has failed.
-    """
+    """Yields what is generated until all choices have ended."""
     while self.left:
       arrived = await self._queue.get()
       if isinstance(arrived, ApiError):
@@ -81,7 +146,7 @@ class Job:
       if prefix:
         self.choices[index].prefix = part
         continue
-      self.choices[index].output.add(part)
+      self.choices[index].add(part)
       yield index, part
 
   def close(self) -> None:

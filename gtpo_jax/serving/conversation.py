@@ -13,7 +13,7 @@ from gtpo_jax.data.records import ROLES, user
 from gtpo_jax.environments.parsers import Parser, parser_for
 from gtpo_jax.environments.turns import Turn
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.api_errors import bad
+from gtpo_jax.serving.requests import bad
 
 # Parts of messages that only a template can place.
 RENDERED_PARTS = ("tool_calls", "reasoning_content")

@@ -1,20 +1,32 @@
-"""The thread that generates: it passes requests on to a session, and what they get to clients."""
+"""The thread that generates: it passes requests on to a session, and what they get to clients.
+
+Texts are scored too: the log-prob of every token given those before it, as harnesses ask.
+"""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from gtpo_jax.models.decode import DecodeParams
+import jax
+import jax.numpy as jnp
+
+from gtpo_jax.arrays import Prompts, array_lengths
+from gtpo_jax.models.decode import DecodeParams, next_logits, sequence_states
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.mesh import batch_shards
+from gtpo_jax.sampling.completion import Completion
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.filters import Alternatives, alternatives
+from gtpo_jax.sampling.prefill.batches import pad_prompts
 from gtpo_jax.sampling.session import Pace, Session
-from gtpo_jax.serving.jobs import ScoreJob, ServedCompletion
-from gtpo_jax.serving.outputs import FAILED, Part
-from gtpo_jax.serving.scorer import Scorer
+from gtpo_jax.serving.choices import FAILED, Part
 
 # What comes waits for the end of a chunk, so a chunk has fewer tokens if these take longer.
 CHUNK_S = 0.2
@@ -22,6 +34,41 @@ CHUNK_S = 0.2
 # chunk begins once nothing has come for GRACE_S, or LONGEST_GRACE_S after the first request.
 GRACE_S = 0.02
 LONGEST_GRACE_S = 0.2
+ROWS = 4  # texts that are scored together on a device, unless there is one
+POSITIONS = 64  # of which logits exist at once
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ServedCompletion(Completion):
+  """A completion that somebody waits for.
+
+  Attributes:
+    deliver: receives the parts, on the generator's thread.
+    params: the policy, in the engine's layout; None for the generator's own.
+    cancelled: whether nobody waits for it any more.
+  """
+
+  deliver: Callable[[Part], None]
+  params: DecodeParams | None = None
+  cancelled: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class ScoreJob:
+  """A text to score.
+
+  Attributes:
+    tokens: its ids.
+    deliver: receives a `Part` with the log-probs of all tokens but the first, on the generator's
+      thread; one with the finish "error" if scoring failed.
+    params: as in `ServedCompletion`.
+    cancelled: whether nobody waits for it any more.
+  """
+
+  tokens: Sequence[int]
+  deliver: Callable[[Part], None]
+  params: DecodeParams | None = None
+  cancelled: bool = False
 
 
 class Full(Exception):
@@ -239,3 +286,63 @@ class Generator:
     completion.deliver(
       Part(new["tokens"], new["plain_log_probs"], list(alternatives), finish, new["entropy"])
     )
+
+
+class Scorer:
+  """The compiled programs, for a few lengths.
+
+  Attributes:
+    rows: how many texts are scored together.
+  """
+
+  def __init__(self, engine: Engine, params: DecodeParams | None):
+    model = engine.model
+    longest = min(engine.max_prompt_tokens + engine.max_tokens, model.config.max_length)
+    self._shards = batch_shards(model.mesh)
+    self.rows = ROWS * self._shards
+    self._params = params
+    self._pad = engine.pad
+    self._fixed = engine.programs.config.batch_invariant
+    self._widths = [-(-x // POSITIONS) * POSITIONS for x in array_lengths(longest)[::-2][::-1]]
+    self._score = jax.jit(functools.partial(_score, model))
+
+  def fit_together(self, job: ScoreJob, other: ScoreJob) -> bool:
+    """Whether two texts of one policy may be scored together."""
+    return not self._fixed or self._width(job) == self._width(other)
+
+  def _width(self, *jobs: ScoreJob) -> int:
+    longest = max(len(job.tokens) for job in jobs)
+    return next(width for width in self._widths if width >= longest)
+
+  def run(self, jobs: Sequence[ScoreJob]) -> None:
+    """Scores at most `rows` texts with the policy of the first, and delivers the results."""
+    params = jobs[0].params or self._params
+    rows = self._shards if len(jobs) <= self._shards and not self._fixed else self.rows
+    ids = [job.tokens for job in jobs] + [[self._pad]] * (rows - len(jobs))
+    width = self._width(*jobs)
+    log_probs, others = jax.device_get(self._score(params, pad_prompts(ids, width, self._pad)))
+    for i, job in enumerate(jobs):
+      last = slice(width - len(job.tokens), width - 1)  # what predicts the second token, and so on
+      tops = zip(others.tokens[i, last].tolist(), others.log_probs[i, last].tolist(), strict=True)
+      job.deliver(Part(list(job.tokens[1:]), log_probs[i, last].tolist(), list(tops), "stop"))
+
+
+def _score(
+  model: Transformer, params: DecodeParams, texts: Prompts
+) -> tuple[jax.Array, Alternatives]:
+  """Returns for each position of texts [b, w] the log-prob of the next token, and alternatives."""
+  hidden = sequence_states(model, params, texts)
+  b, w, d = hidden.shape
+  following = jnp.roll(texts.tokens, -1, axis=1)
+
+  def part(inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Alternatives]:
+    hidden, following = inputs  # [b, POSITIONS, ...]
+    logits = next_logits(model, params, hidden.reshape(-1, d))
+    normaliser = jax.nn.logsumexp(logits, -1)
+    at = jnp.take_along_axis(logits, following.reshape(-1, 1), -1)[:, 0]
+    split = lambda x: x.reshape(b, POSITIONS, *x.shape[1:])
+    return jax.tree.map(split, (at - normaliser, alternatives(logits, normaliser)))
+
+  parts = lambda x: jnp.moveaxis(x.reshape(b, w // POSITIONS, POSITIONS, *x.shape[2:]), 1, 0)
+  scored = jax.lax.map(part, (parts(hidden), parts(following)))
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(b, w, *x.shape[3:]), scored)

@@ -21,9 +21,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute
 
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.choices import Job
-from gtpo_jax.serving.requests import MAX_BODY, one_line, parse_object
+from gtpo_jax.serving.requests import MAX_BODY, ApiError, one_line, parse_object
 
 LONG_BODY = 65_536  # bytes, from which JSON is read on another thread
 CLOSED_REQUEST = 499  # what logs call a request whose client has gone; nobody reads it
@@ -91,11 +90,7 @@ def bearer(request: Request) -> str:
 
 
 async def read_body(request: Request, most: int = MAX_BODY, whole: bool = True) -> bytes:
-  """Returns a body; without `whole`, of a longer one the beginning, of more than `most` bytes.
-
-  Raises:
-    ApiError: it has more than `most` bytes.
-  """
+  """Returns a body; without `whole`, of a longer one the beginning, of more than `most` bytes."""
   body = bytearray()
   async for part in request.stream():
     if len(body) <= most:  # the rest is dropped: a client reads no answer before it has sent all
@@ -108,11 +103,7 @@ async def read_body(request: Request, most: int = MAX_BODY, whole: bool = True) 
 async def read_fields(
   request: Request, most: int = MAX_BODY, empty: bool = False
 ) -> dict[str, Any]:
-  """Returns the fields of a body; those that are null are left out.
-
-  Raises:
-    ApiError: it has more than `most` bytes, or is no JSON.
-  """
+  """Returns the fields of a body; those that are null are left out."""
   body = await read_body(request, most)
   if empty and not body:
     return {}
@@ -138,7 +129,7 @@ async def respond(
     ApiError: generation has failed.
     ClientDisconnect: the client has gone, and its choices were cancelled.
   """
-  if job.request.sampling.stream:
+  if job.request.stream:
     return _Events(stream(job.request, job.choices, job.parts()), job)
 
   async def collect() -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+  AfterValidator,
+  BaseModel,
+  BeforeValidator,
+  ConfigDict,
+  Field,
+  ValidationError,
+  ValidationInfo,
+  model_validator,
+)
 from pydantic_core import from_json
 
 from gtpo_jax.data.chat_template import check_variables
@@ -15,7 +23,6 @@ from gtpo_jax.runtime.errors import UserError, did_you_mean, first_line
 from gtpo_jax.sampling.filters import ALTERNATIVES
 from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
 from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
-from gtpo_jax.serving.api_errors import ApiError, bad
 
 MAX_BODY = 16 << 20  # bytes
 MAX_CHOICES = 128
@@ -45,68 +52,35 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-  """How the choices of a request are drawn, and what of them is returned.
+class ApiError(Exception):
+  """A request that is not answered; the message is one line and says nothing of the machine.
 
   Attributes:
-    max_tokens: the most tokens of a choice; None for as many as there is space for.
-    n: choices for each prompt.
-    seed: makes the choices reproducible; None draws one.
-    temperature, top_k, top_p, min_p: as in `SamplingParams`.
-    stop: strings that end a choice, whose text is cut before them.
-    log_probs: whether log-probs are returned.
-    top: how many of the most probable tokens are returned with them.
-    stream: whether the answer comes in parts.
-    include_usage: whether the last part has the numbers of tokens.
-    return_token_ids: whether the ids of prompt and choices are returned.
+    status: the HTTP status.
+    message: what is wrong, and what to do.
+    param: the field of the request that is wrong; None if it is no field.
+    code: a name for programs; None for none.
   """
 
-  max_tokens: int | None
-  n: int
-  seed: int | None
-  temperature: float
-  top_k: int
-  top_p: float
-  min_p: float
-  stop: tuple[str, ...]
-  log_probs: bool
-  top: int
-  stream: bool
-  include_usage: bool
-  return_token_ids: bool
+  def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    super().__init__(message)
+    self.status = status
+    self.message = message
+    self.param = param
+    self.code = code
+
+  def body(self) -> dict[str, Any]:
+    """Returns the error object."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    other = "server_error" if self.status >= 500 else "invalid_request_error"
+    kind = kinds.get(self.status, other)
+    error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+    return {"error": error}
 
 
-@dataclasses.dataclass(frozen=True)
-class ChatRequest:
-  """A request to /v1/chat/completions.
-
-  Attributes:
-    messages: the conversation, as a chat template takes it.
-    tools: schemas of the tools that may be called; () if none may.
-    variables: what the chat template reads besides them.
-    sampling: how choices are drawn.
-  """
-
-  messages: list[dict[str, Any]]
-  tools: tuple[dict[str, Any], ...]
-  variables: Mapping[str, Any]
-  sampling: Sampling
-
-
-@dataclasses.dataclass(frozen=True)
-class CompletionRequest:
-  """A request to /v1/completions.
-
-  Attributes:
-    prompts: texts, or lists of token ids.
-    echo: whether choices begin with the prompt.
-    sampling: how choices are drawn.
-  """
-
-  prompts: list[str | list[int]]
-  echo: bool
-  sampling: Sampling
+def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+  """Returns the error of a request that is wrong."""
+  return ApiError(400, message, param, code)
 
 
 class Body(BaseModel):
@@ -187,7 +161,9 @@ def one_line(error: UserError) -> ApiError:
 
 
 def _check_stop(value: Any) -> tuple[str, ...]:
-  strings = (value,) if isinstance(value, str) else tuple(value) if _is_list(value) else value
+  strings = (
+    (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+  )
   if not is_stop(strings):
     raise ValueError(
       f"must be a non-empty string or a list of at most {MAX_STOP_STRINGS} of them, got "
@@ -197,10 +173,10 @@ def _check_stop(value: Any) -> tuple[str, ...]:
 
 
 def _check_prompts(value: Any) -> list[str | list[int]]:
-  if isinstance(value, str) or (_is_list(value) and value and all(map(_is_id, value))):
+  if isinstance(value, str) or (isinstance(value, list) and value and all(map(_is_id, value))):
     value = [value]
-  good = _is_list(value) and all(
-    isinstance(x, str) or (_is_list(x) and x and all(map(_is_id, x))) for x in value
+  good = isinstance(value, list) and all(
+    isinstance(x, str) or (isinstance(x, list) and x and all(map(_is_id, x))) for x in value
   )
   if not good or not value or len(value) > MAX_PROMPTS:
     raise ValueError(
@@ -212,7 +188,7 @@ def _check_prompts(value: Any) -> list[str | list[int]]:
 
 def _check_content(value: Any) -> str:
   """Returns the text of a message, which may come in parts."""
-  parts = value if _is_list(value) else [{"type": "text", "text": value or ""}]
+  parts = value if isinstance(value, list) else [{"type": "text", "text": value or ""}]
   texts = []
   for part in parts:
     kind = part.get("type") if isinstance(part, dict) else None
@@ -222,31 +198,22 @@ def _check_content(value: Any) -> str:
   return "".join(texts)
 
 
-def _check_calls(value: Any) -> list[dict[str, Any]]:
-  """Returns calls with their arguments as objects, as templates take them."""
-  if value and not _is_list(value):
+def _check_calls(value: Any, info: ValidationInfo) -> Any:
+  if value and info.data.get("role", "assistant") != "assistant":
     raise ValueError("must be a list in a message of the assistant")
-  return [_past_call(call) for call in value or ()]
+  return value or []
 
 
-def _past_call(value: Any) -> dict[str, Any]:
-  function = value.get("function") if isinstance(value, dict) else None
-  if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-    raise ValueError('must be objects with "function", which has "name" and "arguments"')
-  arguments = function.get("arguments") or {}  # "" is how some programs write a call without any
+def _read_arguments(value: Any) -> Any:
+  """Returns the arguments of a call as an object, as templates take them."""
   try:
-    arguments = from_json(arguments) if isinstance(arguments, str) else arguments
+    # "" is how some programs write a call without any.
+    return from_json(value or "{}") if isinstance(value, str) else value or {}
   except ValueError:
-    raise ValueError(f"must have JSON as arguments, got {shown(arguments)}") from None
-  call_id = value.get("id")
-  return {
-    "id": call_id if isinstance(call_id, str) else "",
-    "type": "function",
-    "function": {"name": function["name"], "arguments": arguments},
-  }
+    raise ValueError(f"must be JSON, got {shown(value)}") from None
 
 
-def _check_tools(tools: list[Any]) -> list[dict[str, Any]]:
+def _check_tools(tools: list[Any], info: ValidationInfo) -> tuple[Any, ...]:
   def is_tool(value: Any) -> bool:
     if not isinstance(value, dict) or value.get("type") != "function":
       return False
@@ -258,15 +225,21 @@ def _check_tools(tools: list[Any]) -> list[dict[str, Any]]:
       f'must be a list of at most {MAX_TOOLS} objects {{"type": "function", "function": '
       f'{{"name": ..., "parameters": ...}}}}, got {shown(tools)}'
     )
-  return tools
+  return () if info.data.get("tool_choice") == "none" else tuple(tools)
+
+
+def _check_tool_choice(value: Any) -> Any:
+  if (value or "auto") not in ("auto", "none"):
+    raise bad(
+      f'tool_choice must be "auto" or "none", got {shown(value)}; calls cannot be forced',
+      "tool_choice",
+      "unsupported_parameter",
+    )
+  return value
 
 
 def _is_id(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_list(value: Any) -> bool:
-  return isinstance(value, list)
 
 
 # Some programs write whole numbers as 1.0.
@@ -274,33 +247,71 @@ Whole = Annotated[
   int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
 ]
 Limit = Annotated[Whole, Field(ge=1)]
-_Text = Annotated[str | None, BeforeValidator(lambda x: x if isinstance(x, str) else None)]
+_Text = Annotated[str, BeforeValidator(lambda x: x if isinstance(x, str) else "")]
 
 
-class _Lenient(Body):
+class Lenient(Body):
+  """A body that says nothing about a result; later clients may send more."""
+
   model_config = ConfigDict(extra="ignore")
 
 
-class _StreamOptions(_Lenient):
+class _StreamOptions(Lenient):
   include_usage: bool = False
 
 
-class _Message(_Lenient):
+class _Function(Lenient):
+  name: str
+  arguments: Annotated[Any, BeforeValidator(_read_arguments)] = {}
+
+
+class _Call(Lenient):
+  id: _Text = ""
+  type: Annotated[str, BeforeValidator(lambda x: "function")] = "function"
+  function: _Function
+
+
+class _Message(Lenient):
   role: str
   content: Annotated[Any, BeforeValidator(_check_content)] = ""
-  name: _Text = None
-  tool_call_id: _Text = None
-  reasoning_content: _Text = None
-  tool_calls: Annotated[Any, BeforeValidator(_check_calls)] = None
+  name: _Text = ""
+  tool_call_id: _Text = ""
+  reasoning_content: _Text = ""
+  tool_calls: Annotated[list[_Call], BeforeValidator(_check_calls)] = []
+
+  def plain(self) -> dict[str, Any]:
+    """Returns the message as a chat template takes it."""
+    return {x: y for x, y in self.model_dump().items() if y or x in ("role", "content")}
 
 
-class _SamplingBody(Body):
-  """The fields that both kinds of requests have."""
+class Request(Body):
+  """A request for completions: how they are drawn, and what of them is returned.
+
+  Attributes:
+    n: choices for each prompt.
+    seed: makes the choices reproducible; None draws one.
+    temperature, top_k, top_p, min_p: as in `SamplingParams`.
+    stop: strings that end a choice, whose text is cut before them.
+    stream: whether the answer comes in parts.
+    stream_options: whether the last part has the numbers of tokens.
+    return_token_ids: whether the ids of prompt and choices are returned.
+    limit: the most tokens of a choice; None for as many as there is space for.
+    top: how many of the most probable tokens are returned with log-probs; None without log-probs.
+  """
 
   n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] = 1
-  seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-  temperature: float = Field(1.0, ge=0, le=HIGHEST_TEMPERATURE)
-  top_k: Annotated[Whole, Field(ge=-1, le=LARGEST_TOP_K)] = 0
+  seed: (
+    Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1), AfterValidator(lambda seed: seed % 2**32)]
+    | None
+  ) = None
+  temperature: Annotated[
+    float,
+    Field(ge=0, le=HIGHEST_TEMPERATURE),
+    AfterValidator(lambda x: x if x >= LOWEST_TEMPERATURE else 0.0),
+  ] = 1.0
+  top_k: Annotated[
+    Whole, Field(ge=-1, le=LARGEST_TOP_K), AfterValidator(lambda count: max(count, 0))
+  ] = 0
   top_p: float = Field(1.0, ge=0, le=1)
   min_p: float = Field(0.0, ge=0, le=1)
   stop: Annotated[Any, BeforeValidator(_check_stop)] = ()
@@ -308,105 +319,88 @@ class _SamplingBody(Body):
   stream_options: _StreamOptions = _StreamOptions()
   return_token_ids: bool = False
 
-  def sampling(self, max_tokens: int | None, log_probs: bool, top: int) -> Sampling:
-    """Returns how choices are drawn."""
-    return Sampling(
-      max_tokens=max_tokens,
-      n=self.n,
-      seed=None if self.seed is None else self.seed % 2**32,
-      temperature=self.temperature if self.temperature >= LOWEST_TEMPERATURE else 0.0,
-      top_k=max(self.top_k, 0),
-      top_p=self.top_p,
-      min_p=self.min_p,
-      stop=self.stop,
-      log_probs=log_probs,
-      top=top,
-      stream=self.stream,
-      include_usage=self.stream_options.include_usage,
-      return_token_ids=self.return_token_ids,
-    )
+  @model_validator(mode="before")
+  @classmethod
+  def _leave_out_neutral(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    for name, neutral in NEUTRAL.items():
+      if values.get(name) is not None and values[name] not in neutral:
+        raise bad(f"{name} is not supported; leave it out", name, "unsupported_parameter")
+    left_out = IGNORED | set(NEUTRAL)
+    return {name: x for name, x in values.items() if x is not None and name not in left_out}
 
 
-class _ChatBody(_SamplingBody):
-  messages: list[_Message] = Field(min_length=1)
-  tools: Annotated[list[Any], AfterValidator(_check_tools)] = []
-  tool_choice: Any = None
+class ChatRequest(Request):
+  """A request to /v1/chat/completions, without its "model".
+
+  Attributes:
+    messages: the conversation, a dict for each message, as a chat template takes it.
+    tools: schemas of the tools that may be called; () if none may.
+    chat_template_kwargs: what the chat template reads besides them.
+  """
+
+  messages: Annotated[
+    list[_Message], Field(min_length=1), AfterValidator(lambda x: [y.plain() for y in x])
+  ]
+  tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = None
+  tools: Annotated[list[Any], AfterValidator(_check_tools)] = ()
   chat_template_kwargs: Annotated[Any, AfterValidator(check_variables)] = {}
   logprobs: bool = False
   top_logprobs: Annotated[Whole, Field(ge=0, le=ALTERNATIVES)] = 0
   max_completion_tokens: Limit | None = None
   max_tokens: Limit | None = None
 
+  @property
+  def limit(self) -> int | None:
+    """See `Request`."""
+    return self.max_completion_tokens or self.max_tokens
 
-class _CompletionBody(_SamplingBody):
+  @property
+  def top(self) -> int | None:
+    """See `Request`."""
+    return self.top_logprobs if self.logprobs else None
+
+  @model_validator(mode="after")
+  def _check(self) -> ChatRequest:
+    if self.top_logprobs and not self.logprobs:
+      raise bad('top_logprobs needs "logprobs": true', "top_logprobs")
+    own = [message for message in self.messages if message["role"] == "assistant"]
+    for name, value in zip(MAX_TEXTS, (own, self.tools, self.chat_template_kwargs), strict=True):
+      if (size := len(json.dumps(value, ensure_ascii=False))) > MAX_TEXTS[name]:
+        of = " of the assistant" if value is own else ""
+        raise bad(f"{name}{of} have {size} characters, at most {MAX_TEXTS[name]} are read", name)
+    return self
+
+
+class CompletionRequest(Request):
+  """A request to /v1/completions, without its "model".
+
+  Attributes:
+    prompt: texts, or lists of token ids.
+    echo: whether choices begin with the prompt.
+  """
+
   prompt: Annotated[Any, AfterValidator(_check_prompts)]
   echo: bool = False
   logprobs: Annotated[Whole, Field(ge=0, le=ALTERNATIVES)] | None = None
   max_tokens: Annotated[Whole, Field(ge=0)] = COMPLETION_TOKENS
   best_of: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
 
+  @property
+  def limit(self) -> int:
+    """See `Request`."""
+    return self.max_tokens
 
-def read_chat(values: Mapping[str, Any]) -> ChatRequest:
-  """Reads a request to /v1/chat/completions, without its "model".
+  @property
+  def top(self) -> int | None:
+    """See `Request`."""
+    return self.logprobs
 
-  Raises:
-    ApiError: a field is wrong, or asks for what the server cannot do.
-  """
-  body = checked(_ChatBody, _without_neutral(values))
-  if body.top_logprobs and not body.logprobs:
-    raise bad('top_logprobs needs "logprobs": true', "top_logprobs")
-  for i, message in enumerate(body.messages):
-    if message.tool_calls and message.role != "assistant":
-      name = f"messages[{i}].tool_calls"
-      raise bad(f"{name} must be a list in a message of the assistant", name)
-  if (body.tool_choice or "auto") not in ("auto", "none"):
-    raise bad(
-      f'tool_choice must be "auto" or "none", got {shown(body.tool_choice)}; calls cannot be '
-      "forced",
-      "tool_choice",
-      "unsupported_parameter",
-    )
-  messages = [
-    {"role": x.role, "content": x.content}
-    | {name: value for name, value in x if value and name not in ("role", "content")}
-    for x in body.messages
-  ]
-  own = [message for message in messages if message["role"] == "assistant"]
-  for name, value in zip(MAX_TEXTS, (own, body.tools, body.chat_template_kwargs), strict=True):
-    if (size := len(json.dumps(value, ensure_ascii=False))) > MAX_TEXTS[name]:
-      of = " of the assistant" if value is own else ""
-      raise bad(f"{name}{of} have {size} characters, at most {MAX_TEXTS[name]} are read", name)
-  max_tokens = body.max_completion_tokens or body.max_tokens
-  sampling = body.sampling(max_tokens, body.logprobs, body.top_logprobs)
-  tools = () if body.tool_choice == "none" else tuple(body.tools)
-  return ChatRequest(messages, tools, body.chat_template_kwargs, sampling)
-
-
-def read_completion(values: Mapping[str, Any]) -> CompletionRequest:
-  """Reads a request to /v1/completions, without its "model".
-
-  Raises:
-    ApiError: a field is wrong, or asks for what the server cannot do.
-  """
-  body = checked(_CompletionBody, _without_neutral(values))
-  if not body.max_tokens and not body.echo:
-    raise bad("max_tokens must be at least 1 without echo, got 0", "max_tokens")
-  if body.best_of not in (None, body.n):
-    raise bad("best_of is not supported; leave it out", "best_of", "unsupported_parameter")
-  if body.echo and body.stream:
-    raise bad("echo is not supported with stream; leave one of them out", "echo")
-  sampling = body.sampling(body.max_tokens, body.logprobs is not None, body.logprobs or 0)
-  return CompletionRequest(body.prompt, body.echo, sampling)
-
-
-def _without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the fields that say something about the answer.
-
-  Raises:
-    ApiError: a field has a value that would change the answer, and is not supported.
-  """
-  for name, neutral in NEUTRAL.items():
-    if values.get(name) is not None and values[name] not in neutral:
-      raise bad(f"{name} is not supported; leave it out", name, "unsupported_parameter")
-  left_out = IGNORED | set(NEUTRAL)
-  return {name: x for name, x in values.items() if x is not None and name not in left_out}
+  @model_validator(mode="after")
+  def _check(self) -> CompletionRequest:
+    if not self.max_tokens and not self.echo:
+      raise bad("max_tokens must be at least 1 without echo, got 0", "max_tokens")
+    if self.best_of not in (None, self.n):
+      raise bad("best_of is not supported; leave it out", "best_of", "unsupported_parameter")
+    if self.echo and self.stream:
+      raise bad("echo is not supported with stream; leave one of them out", "echo")
+    return self

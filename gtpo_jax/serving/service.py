@@ -14,12 +14,9 @@ from gtpo_jax.data.chat import Chat
 from gtpo_jax.sampling.completion import Prompt
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.serving.answers import Answers
-from gtpo_jax.serving.api_errors import ApiError, bad
-from gtpo_jax.serving.choices import Choice, Job
-from gtpo_jax.serving.generator import Full, Generator
-from gtpo_jax.serving.jobs import ScoreJob, ServedCompletion
-from gtpo_jax.serving.outputs import Output, Part, new_search
-from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, Sampling
+from gtpo_jax.serving.choices import NOTHING, Choice, Job, new_search
+from gtpo_jax.serving.generator import Full, Generator, ScoreJob, ServedCompletion
+from gtpo_jax.serving.requests import ApiError, ChatRequest, CompletionRequest, bad
 
 PIECE_CHARS = 65_536  # of a text that is encoded at once to see whether it is too long
 CUT_TOKENS = 16  # by which a piece of a text may have more tokens than it has within the text
@@ -49,17 +46,18 @@ class Service:
       ApiError: it cannot be answered.
       UserError: the template does not accept the conversation.
     """
-    self._check_space(request.sampling.n)
+    self._check_space(request.n)
     for message in request.messages:
       if message["role"] != "assistant":  # of whose messages a template may leave out a part
         self._check_length(message["content"])
-    prompt = self.answers.conversations.encode(request.messages, request.tools, request.variables)
+    encode = self.answers.conversations.encode
+    prompt = encode(request.messages, request.tools, request.chat_template_kwargs)
     return self._start(request, [prompt], loop)
 
   def completion_job(self, request: CompletionRequest, loop: asyncio.AbstractEventLoop) -> Job:
     """Starts a request to /v1/completions; see `chat_job`."""
-    self._check_space(len(request.prompts) * request.sampling.n)
-    prompts = [self._ids(prompt) for prompt in request.prompts]
+    self._check_space(len(request.prompt) * request.n)
+    prompts = [self._ids(prompt) for prompt in request.prompt]
     return self._start(request, prompts, loop, request.echo)
 
   @property
@@ -106,34 +104,33 @@ class Service:
     loop: asyncio.AbstractEventLoop,
     echo: bool = False,
   ) -> Job:
-    sampling = request.sampling
     completions: list[ServedCompletion] = []
     scores: list[ScoreJob] = []
     job = Job(request, lambda: self._generator.cancel([*completions, *scores]), loop)
-    stop = new_search(self._chat, sampling.stop)
-    seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed
-    keys = self._engine.completion_keys(jax.random.key(seed), 1, sampling.n)[0]
+    stop = new_search(self._chat, request.stop)
+    seed = secrets.randbelow(2**32) if request.seed is None else request.seed
+    keys = self._engine.completion_keys(jax.random.key(seed), 1, request.n)[0]
     # The key of a choice depends on its place in its prompt's choices only, unless it is drawn.
     for i, prompt in enumerate(prompts):
-      limit = self._limit(prompt, sampling)
-      if sampling.seed is None and i:
+      limit = self._limit(prompt, request.limit)
+      if request.seed is None and i:
         seed = secrets.randbelow(2**32)
-        keys = self._engine.completion_keys(jax.random.key(seed), 1, sampling.n)[0]
+        keys = self._engine.completion_keys(jax.random.key(seed), 1, request.n)[0]
       for key in keys:
         deliver = functools.partial(job.deliver, index=len(job.choices))
-        job.choices.append(Choice(prompt, Output(self._chat, stop)))
-        if echo and sampling.log_probs and len(prompt) > 1:
+        job.choices.append(Choice(prompt, self._chat, stop))
+        if echo and request.top is not None and len(prompt) > 1:
           scores.append(ScoreJob(prompt, functools.partial(deliver, prefix=True)))
-        elif echo and sampling.log_probs:
-          job.choices[-1].prefix = Part([], [], [], "stop")  # the only token has no log-prob
+        elif echo and request.top is not None:
+          job.choices[-1].prefix = NOTHING._replace(finish="stop")  # the only token has no log-prob
         if limit:
           completions.append(
             ServedCompletion(
               prompt=Prompt(prompt),
               key=np.asarray(key),
               limit=limit,
-              sampling=(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p),
-              wants_alternatives=bool(sampling.top),
+              sampling=(request.temperature, request.top_k, request.top_p, request.min_p),
+              wants_alternatives=bool(request.top),
               stop=stop,
               deliver=deliver,
             )
@@ -145,12 +142,8 @@ class Service:
       raise _busy() from None
     return job
 
-  def _limit(self, prompt: Sequence[int], sampling: Sampling) -> int:
-    """Returns the most tokens of a completion of a prompt.
-
-    Raises:
-      ApiError: the prompt is empty or too long.
-    """
+  def _limit(self, prompt: Sequence[int], wanted: int | None) -> int:
+    """Returns the most tokens of a completion of a prompt."""
     engine = self._engine
     context = engine.model.config.max_length
     longest = self._longest
@@ -162,14 +155,14 @@ class Service:
         code="context_length_exceeded",
       )
     most = min(engine.max_tokens, context - len(prompt))
-    if sampling.max_tokens is not None and sampling.max_tokens > most:
+    if wanted is not None and wanted > most:
       raise bad(
-        f"max_tokens is {sampling.max_tokens}, but at most {most} can follow a prompt of "
+        f"max_tokens is {wanted}, but at most {most} can follow a prompt of "
         f"{len(prompt)} tokens here",
         "max_tokens",
         "context_length_exceeded",
       )
-    return most if sampling.max_tokens is None else sampling.max_tokens
+    return most if wanted is None else wanted
 
 
 def _busy() -> ApiError:

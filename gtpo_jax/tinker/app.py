@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +19,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.http import Handler, answering, read_body, read_fields, starlette_app
-from gtpo_jax.serving.requests import MAX_BODY, Body, checked, parse_object, shown
-from gtpo_jax.tinker.bodies import (
+from gtpo_jax.serving.requests import (
+  MAX_BODY,
+  ApiError,
+  Body,
   Lenient,
+  bad,
+  checked,
+  parse_object,
+  shown,
+)
+from gtpo_jax.tinker.bodies import (
+  OF_MODELS,
   LoadBody,
   ModelBody,
   NewModelBody,
@@ -30,19 +39,28 @@ from gtpo_jax.tinker.bodies import (
   PathBody,
   RequestBody,
   SamplerBody,
-  SamplingRequest,
-  SaveBody,
-  SaveForSamplerBody,
   SessionBody,
-  StepBody,
+  read_sample,
 )
 from gtpo_jax.tinker.entropy_credit import recorded
-from gtpo_jax.tinker.ledger import CREATE, LOAD, REFUSED, SAMPLE, Ledger
+from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase
 from gtpo_jax.tinker.sampler import Sampler
 from gtpo_jax.tinker.saved_weights import Saved, Spec, Store, describe_run
-from gtpo_jax.tinker.trainer import FORWARD_BACKWARD, OPTIM_STEP, SAVE, SAVE_FOR_SAMPLER, read_loss
-from gtpo_jax.tinker.wire import ERROR, PROTO, Submission, parse_batch, refusal
+from gtpo_jax.tinker.trainer import read_batch
+from gtpo_jax.tinker.wire import (
+  CREATE,
+  ERROR,
+  FORWARD_BACKWARD,
+  LOAD,
+  PROTO,
+  REFUSED,
+  SAMPLE,
+  SAVE_FOR_SAMPLER,
+  Submission,
+  parse_batch,
+  refusal,
+)
 
 PREFIX = "/api/v1/"
 POLL_S = 30.0  # that a poll waits for a result
@@ -51,7 +69,7 @@ MAX_BATCH_BYTES = 256 << 20
 WARNING = (
   "train_unembed has no effect here: adapters are on attention and MLP matrices, not the head"
 )
-SIMPLE = {OPTIM_STEP: StepBody, SAVE: SaveBody, SAVE_FOR_SAMPLER: SaveForSamplerBody}
+Read = Callable[[str, bytes], Submission]  # reads the body that a client has sent
 # Where a request names its model and its number, also if the rest is wrong or cut off.
 _MODEL = re.compile(rb'"model_id"\s*:\s*"([\w:]+)"')
 _SEQ = re.compile(rb'"seq_id"\s*:\s*(\d{1,18})\b')
@@ -60,11 +78,7 @@ _PROTO = re.compile(rb"\n[\x01-\x7f]([\w:]+)\x10([\x80-\xff]{0,4}[\x00-\x7f])")
 
 
 def key_of(http: HttpRequest) -> str:
-  """Returns the key of a client.
-
-  Raises:
-    ApiError: it has sent none.
-  """
+  """Returns the key of a client."""
   key = http.headers.get("x-api-key", "")
   if not key:
     raise ApiError(401, "the key is missing; set TINKER_API_KEY to tml- and any text")
@@ -108,10 +122,7 @@ class TinkerApp:
     only_loopback: bool,
   ):
     """Args:
-    base: the model that others begin with.
-    ledger: takes requests.
-    store: has saved weights.
-    sampler: of the ledger; it cancels samples.
+    base, ledger, store, sampler: what requests are about, and who takes them.
     max_rank: the highest rank of adapters.
     queue: how many samples a client may have under way.
     secret: the key that clients must have; "" for any, each of which sees only its own.
@@ -122,39 +133,36 @@ class TinkerApp:
     self._store = store
     self._sampler = sampler
     self._max_rank = max_rank
-    read: dict[str, Callable[[str, bytes], tuple[Submission, Spec | None]]] = {
-      CREATE: self._read_new_model,
-      LOAD: self._read_load,
-      FORWARD_BACKWARD: self._read_batch,
-      **{op: functools.partial(self._read_simple, op) for op in SIMPLE},
-    }
+    read: dict[str, Read] = {op: functools.partial(self._read_simple, op) for op in OF_MODELS}
+    read |= {CREATE: self._read_new_model, LOAD: self._read_load}
+    read[FORWARD_BACKWARD] = self._read_batch
     # A group in one request shares its prompt, and gets its credit together.
     limits = {"fwdbwd_max_chunk_len": MAX_DATA, "sample_max_concurrent_requests": queue}
     limits["fwdbwd_max_chunk_bytes_count"] = MAX_BATCH_BYTES // 2
     served = {"model_name": base.name, "max_context_length": base.longest}
     served |= {"trainable": True, "sampleable": True}
     posts = {
-      "client/config": _posted(Lenient, lambda *_: limits),
-      "create_session": _posted(Lenient, self._create_session),
-      "session_heartbeat": _posted(SessionBody, self._heartbeat),
-      "sessions/{id}/finish": _got(self._finish_session),
-      "telemetry": _posted(Lenient, lambda *_: {"status": "accepted"}),  # and not kept
-      "get_info": _posted(ModelBody, self._get_info),
-      "create_sampling_session": _posted(SamplerBody, self._create_sampler),
+      "client/config": _handler(lambda *_: limits, Lenient),
+      "create_session": _handler(self._create_session, Lenient),
+      "session_heartbeat": _handler(self._heartbeat, SessionBody),
+      "sessions/{id}/finish": _handler(self._finish_session),
+      "telemetry": _handler(lambda *_: {"status": "accepted"}, Lenient),  # and not kept
+      "get_info": _handler(self._get_info, ModelBody),
+      "create_sampling_session": _handler(self._create_sampler, SamplerBody),
       "asample": self._asample,
       "retrieve_future": self._retrieve,
-      "cancel_future": _posted(RequestBody, self._cancel),
-      "weights_info": _posted(PathBody, self._weights_info),
+      "cancel_future": _handler(self._cancel, RequestBody),
+      "weights_info": _handler(self._weights_info, PathBody),
       **{op: functools.partial(self._submit, op, read[op]) for op in read},
     }
     gets = {
-      "healthz": _got(lambda *_: {"status": "ok"}),
-      "get_server_capabilities": _got(lambda *_: {"supported_models": [served]}),
-      "samplers/{id}": _got(self._sampler_info),
-      "training_runs": _got(self._runs),
-      "training_runs/{id}": _got(self._run),
-      "training_runs/{id}/checkpoints": _got(self._checkpoints),
-      "checkpoints": _got(self._all_checkpoints),
+      "healthz": _handler(lambda *_: {"status": "ok"}),
+      "get_server_capabilities": _handler(lambda *_: {"supported_models": [served]}),
+      "samplers/{id}": _handler(self._sampler_info),
+      "training_runs": _handler(self._runs),
+      "training_runs/{id}": _handler(self._run),
+      "training_runs/{id}/checkpoints": _handler(self._checkpoints),
+      "checkpoints": _handler(self._all_checkpoints),
     }
     deletes = {"training_runs/{id}/checkpoints/{kind}/{name}": self._delete}
     answer = lambda handler: answering(handler, only_loopback, secret, sent=key_of)
@@ -171,7 +179,7 @@ class TinkerApp:
     return {"session_id": name, "warning_message": WARNING, "type": "create_session"}
 
   def _heartbeat(self, owner: str, body: SessionBody) -> dict[str, Any]:
-    self._ledger.session(owner, body.session_id)
+    self._ledger.session(owner, body.session_id)  # which is heard of
     return {"type": "session_heartbeat"}
 
   def _finish_session(self, owner: str, http: HttpRequest) -> dict[str, Any]:
@@ -180,9 +188,7 @@ class TinkerApp:
 
   # Models and their training.
 
-  async def _submit(
-    self, op: str, read: Callable[[str, bytes], tuple[Submission, Spec | None]], http: HttpRequest
-  ) -> Response:
+  async def _submit(self, op: str, read: Read, http: HttpRequest) -> Response:
     """Acknowledges a request of a model, once it is on disk; a refused one has its error there."""
     owner = owner_of(http)
     most = MAX_BATCH_BYTES if op == FORWARD_BACKWARD else MAX_BODY
@@ -190,14 +196,7 @@ class TinkerApp:
     request = await asyncio.to_thread(self._accept, op, read, owner, body, most)
     return JSONResponse({"request_id": request.id, "model_id": request.target})
 
-  def _accept(
-    self,
-    op: str,
-    read: Callable[[str, bytes], tuple[Submission, Spec | None]],
-    owner: str,
-    body: bytes,
-    most: int,
-  ) -> Submission:
+  def _accept(self, op: str, read: Read, owner: str, body: bytes, most: int) -> Submission:
     # A client that repeats a request gives the sampler that it asks for another number.
     same = _SAMPLER.sub(b"", body) if op == SAVE_FOR_SAMPLER else body
     digest = hashlib.sha256(f"{op} ".encode() + same).digest()
@@ -209,9 +208,8 @@ class TinkerApp:
         return first
       if len(body) > most:
         raise ApiError(413, f"the body is over the limit of {most} bytes; send less at once")
-      request, spec = read(owner, body)
-      request = dataclasses.replace(request, digest=digest)
-      self._ledger.submit(request, spec and dataclasses.asdict(spec))
+      request = dataclasses.replace(read(owner, body), digest=digest)
+      self._ledger.submit(request)
       return request
     except Exception as error:
       # The number counts as answered, so that the next ones of its model do not wait for it.
@@ -220,7 +218,7 @@ class TinkerApp:
           self._ledger.submit(first, answer=refusal(error, op))
       raise
 
-  def _read_new_model(self, owner: str, body: bytes) -> tuple[Submission, Spec | None]:
+  def _read_new_model(self, owner: str, body: bytes) -> Submission:
     given = checked(NewModelBody, parse_object(body))
     name = self._new_name(owner, given.session_id, given.model_seq_id)
     self._check_base(given.base_model)
@@ -239,11 +237,11 @@ class TinkerApp:
     if lora and not rank and not (lora.train_mlp and lora.train_attn):
       raise bad("rank 0 trains all weights, so train_mlp and train_attn must be true; set a rank")
     seed = lora.seed if lora and lora.seed is not None else self._ledger.seed_for(name, 0)
-    flags = (lora.train_mlp, lora.train_attn) if lora else (True, True)
-    spec = Spec(given.base_model, rank, seed, *flags, given.user_metadata)
-    return Submission(CREATE, name, 0, b""), spec
+    flags = (lora.train_mlp, lora.train_attn) if lora else ()
+    spec = Spec(given.base_model, rank, seed, *flags, metadata=given.user_metadata)
+    return Submission(CREATE, name, 0, b"", spec=dataclasses.asdict(spec))
 
-  def _read_load(self, owner: str, body: bytes) -> tuple[Submission, Spec | None]:
+  def _read_load(self, owner: str, body: bytes) -> Submission:
     given = checked(LoadBody, parse_object(body))
     if given.weights_access_token:
       raise bad(
@@ -260,23 +258,19 @@ class TinkerApp:
       raise bad("user_metadata belong to new models; leave them out", "user_metadata")
     saved = self._store.find(owner, given.path)
     if given.model_id is not None:
-      return Submission(LOAD, self._model(owner, given.model_id), given.seq_id, body), None
+      return Submission(LOAD, self._model(owner, given.model_id), given.seq_id, body)
     name = self._new_name(owner, *new)
     spec = dataclasses.replace(saved.about.spec, metadata=given.user_metadata)
-    return Submission(LOAD, name, 0, body), spec
+    return Submission(LOAD, name, 0, body, spec=dataclasses.asdict(spec))
 
   def _new_name(self, owner: str, session: str, number: int) -> str:
     """Returns the id of a model that a session gets."""
     found = self._ledger.session(owner, session)
-    self._ledger.number_session(found.id)
-    return f"{found.id}:train:{number}"
+    self._ledger.number_session(found)
+    return f"{found}:train:{number}"
 
   def _model(self, owner: str, name: str) -> str:
-    """Returns the id of a client's model.
-
-    Raises:
-      ApiError: there is none.
-    """
+    """Returns the id of a client's model."""
     self._ledger.session(owner, name)
     if name not in self._ledger.next:
       raise ApiError(410, "there is no such model; create it again")
@@ -288,26 +282,26 @@ class TinkerApp:
         f"this server has {self._base.name!r}, not {shown(name)}; name that one", "base_model"
       )
 
-  def _read_batch(self, owner: str, body: bytes) -> tuple[Submission, Spec | None]:
+  def _read_batch(self, owner: str, body: bytes) -> Submission:
     message = parse_batch(body)
     name, seq = self._model(owner, message.model_id), message.seq_id
     if seq < 1:
       raise bad(f"seq_id must be at least 1, got {seq}", "seq_id")
-    batch, _, algorithm = read_loss(message, self._base)
+    batch = read_batch(message, self._base)
     drawn = b""
-    if algorithm:
+    if batch.credit:
       find = functools.lru_cache(functools.partial(self._ledger.sampled, owner))
       drawn = np.concatenate(recorded(batch.data, find)).tobytes()
-    return Submission(FORWARD_BACKWARD, name, seq, body, drawn), None
+    return Submission(FORWARD_BACKWARD, name, seq, body, drawn)
 
-  def _read_simple(self, op: str, owner: str, body: bytes) -> tuple[Submission, Spec | None]:
+  def _read_simple(self, op: str, owner: str, body: bytes) -> Submission:
     values = parse_object(body)
     if "optimizer_params" in values:
       raise bad("optimizer_params are not supported; use AdamParams", "optimizer_params")
     name = values.get("model_id")
     self._model(owner, name if isinstance(name, str) else "")
-    given = checked(SIMPLE[op], values)
-    return Submission(op, given.model_id, given.seq_id, body), None
+    given = checked(OF_MODELS[op], values)
+    return Submission(op, given.model_id, given.seq_id, body)
 
   def _get_info(self, owner: str, body: ModelBody) -> dict[str, Any]:
     name = self._model(owner, body.model_id)
@@ -326,15 +320,14 @@ class TinkerApp:
 
   def _create_sampler(self, owner: str, body: SamplerBody) -> dict[str, Any]:
     session = self._ledger.session(owner, body.session_id)
-    name = f"{session.id}:sample:{body.sampling_session_seq_id}"
+    name = f"{session}:sample:{body.sampling_session_seq_id}"
     if body.base_model is not None or body.model_path is None:
       self._check_base(body.base_model or "")
-    source = {"run": "", "kind": "", "name": "", "live": False, "model": body.base_model}
+    source = {"path": None, "live": False, "model": body.base_model}
     if body.model_path is not None:
       saved = self._store.find(owner, body.model_path)
-      source |= {"run": saved.about.run, "kind": saved.folder.parent.name}
-      source |= {"name": saved.folder.name, "model": saved.about.spec.base_model}
-    self._ledger.number_session(session.id)
+      source |= {"path": saved.path, "model": saved.about.spec.base_model}
+    self._ledger.number_session(session)
     self._ledger.add_sampler(name, source)
     return {"sampling_session_id": name, "type": "create_sampling_session"}
 
@@ -348,10 +341,9 @@ class TinkerApp:
   def _sampler_info(self, owner: str, http: HttpRequest) -> dict[str, Any]:
     name = http.path_params["id"]
     source = self._source(owner, name)
-    path = f"tinker://{source['run']}/{source['kind']}/{source['name']}" if source["run"] else None
     # A client that has only the path of weights reads the tokenizer of this name.
     base = self._base.tokenizer_of(source["model"])
-    return {"sampler_id": name, "base_model": base, "model_path": path}
+    return {"sampler_id": name, "base_model": base, "model_path": source["path"]}
 
   async def _asample(self, http: HttpRequest) -> Response:
     owner = owner_of(http)
@@ -359,16 +351,13 @@ class TinkerApp:
     return await asyncio.to_thread(self._accept_sample, owner, body)
 
   def _accept_sample(self, owner: str, body: bytes) -> Response:
-    values = parse_object(body)
-    name = values.get("sampling_session_id")
-    if not isinstance(name, str):
-      raise bad("sampling_session_id is missing; make a sampling client", "sampling_session_id")
+    given, _ = read_sample(parse_object(body), self._base, self._sampler.capacity)
+    name = given.sampling_session_id
     self._source(owner, name)
-    ask = SamplingRequest(self._base, values, 0, self._sampler.capacity)
     digest = hashlib.sha256(body).digest()
-    request = Submission(SAMPLE, name, values["seq_id"], body, digest=digest)
+    request = Submission(SAMPLE, name, given.seq_id, body, digest=digest)
     self._ledger.submit(request)
-    ids = [f"{request.id}:{i}" for i in range(ask.count)]
+    ids = [f"{request.id}:{i}" for i in range(given.num_samples)]
     return JSONResponse({"request_id": request.id, "model_id": name, "sample_sequence_ids": ids})
 
   def _cancel(self, owner: str, body: RequestBody) -> dict[str, Any]:
@@ -404,18 +393,11 @@ class TinkerApp:
     saved = [item for item in self._store.runs(owner).items() if item[1]]
     return _page(http, "training_runs", saved, lambda item: describe_run(*item))
 
-  def _saved_of(self, owner: str, run: str) -> list[Saved]:
-    runs = self._store.runs(owner)
-    if run not in runs:
-      raise ApiError(404, f"there is no training run {shown(run)}")
-    return runs[run]
-
   def _run(self, owner: str, http: HttpRequest) -> dict[str, Any]:
     run = http.path_params["id"]
-    saved = self._saved_of(owner, run)
-    if not saved:
-      raise ApiError(404, "this training run has saved no weights")
-    return describe_run(run, saved)
+    if saved := self._saved_of(owner, run):
+      return describe_run(run, saved)
+    raise ApiError(404, "this training run has saved no weights")
 
   def _checkpoints(self, owner: str, http: HttpRequest) -> dict[str, Any]:
     saved = self._saved_of(owner, http.path_params["id"])
@@ -425,31 +407,30 @@ class TinkerApp:
     listed = [x for saved in self._store.runs(owner).values() for x in saved]
     return _page(http, "checkpoints", listed, Saved.describe)
 
+  def _saved_of(self, owner: str, run: str) -> list[Saved]:
+    runs = self._store.runs(owner)
+    if run not in runs:
+      raise ApiError(404, f"there is no training run {shown(run)}")
+    return runs[run]
+
   async def _delete(self, http: HttpRequest) -> Response:
     names = http.path_params
     path = f"tinker://{names['id']}/{names['kind']}/{names['name']}"
     saved = self._store.find(owner_of(http), path)
     if any(json.loads(x.body)["path"] == path for x in self._ledger.loads()):
       raise ApiError(409, f"{path} is being loaded; delete it once that is done")
-    await asyncio.to_thread(saved.delete)
+    await asyncio.to_thread(shutil.rmtree, saved.folder)
     return Response(status_code=204)
 
 
-def _posted(kind: type[Body], answer: Callable[[str, Any], dict[str, Any]]) -> Handler:
-  """Returns a handler of bodies. It answers on another thread, which may wait for a disk."""
+def _handler(
+  answer: Callable[[str, Any], dict[str, Any]], kind: type[Body] | None = None
+) -> Handler:
+  """Returns a handler of bodies, or of requests without one; its thread may wait for a disk."""
 
   async def handle(http: HttpRequest) -> Response:
-    body = checked(kind, await read_fields(http, empty=True))
-    return JSONResponse(await asyncio.to_thread(answer, owner_of(http), body))
-
-  return handle
-
-
-def _got(answer: Callable[[str, HttpRequest], dict[str, Any]]) -> Handler:
-  """Returns a handler of requests without a body."""
-
-  async def handle(http: HttpRequest) -> Response:
-    return JSONResponse(await asyncio.to_thread(answer, owner_of(http), http))
+    given = checked(kind, await read_fields(http, empty=True)) if kind else http
+    return JSONResponse(await asyncio.to_thread(answer, owner_of(http), given))
 
   return handle
 

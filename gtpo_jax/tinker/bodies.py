@@ -6,19 +6,27 @@ import json
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model
 
 from gtpo_jax.sampling.filters import ALTERNATIVES
 from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
 from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
-from gtpo_jax.serving.api_errors import bad
-from gtpo_jax.serving.requests import HIGHEST_TEMPERATURE, LARGEST_TOP_K, Body, checked, shown
-from gtpo_jax.tinker.ledger import LARGEST_SEQ
+from gtpo_jax.serving.requests import (
+  HIGHEST_TEMPERATURE,
+  LARGEST_TOP_K,
+  Body,
+  Lenient,
+  bad,
+  checked,
+  shown,
+)
 from gtpo_jax.tinker.losses import LARGEST
 from gtpo_jax.tinker.models import MAX_SEED, ServedBase
 from gtpo_jax.tinker.saved_weights import NAME
+from gtpo_jax.tinker.wire import LOAD, OPTIM_STEP, SAVE, SAVE_FOR_SAMPLER
 
 MAX_SAMPLES = 1024  # of one request
+LARGEST_SEQ = 2**63 - 1  # of the numbers that clients give
 LONGEST_TTL_S = 10**9  # that weights may be kept for
 SMALLEST = float(np.finfo(np.float32).tiny)
 BELOW_1 = 1 - 2.0**-24  # the largest float32 below 1
@@ -30,12 +38,6 @@ def _check_metadata(value: dict[str, Any]) -> dict[str, Any]:
   except ValueError:
     raise ValueError("must have no numbers that are not finite") from None
   return value
-
-
-def _check_adamw(kind: str) -> str:
-  if kind != "adamw":
-    raise ValueError(f"must be 'adamw', got {shown(kind)}; use adamw")
-  return kind
 
 
 def _check_name(name: str) -> str:
@@ -70,12 +72,6 @@ Name = Annotated[str, AfterValidator(_check_name)]
 Top = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
 
 
-class Lenient(Body):
-  """A body that says nothing about a result; later clients may send more."""
-
-  model_config = ConfigDict(extra="ignore")
-
-
 class Page(Body):
   """The parameters of a list."""
 
@@ -86,25 +82,6 @@ class Page(Body):
   access_scope: Literal["owned", "accessible"] = "owned"
 
 
-class SessionBody(Lenient):
-  """session_heartbeat."""
-
-  session_id: str
-
-
-class RequestBody(Lenient):
-  """retrieve_future and cancel_future."""
-
-  request_id: str
-
-
-class ModelBody(Body):
-  """get_info."""
-
-  model_id: str
-  type: str = ""
-
-
 class NumberedBody(Body):
   """A request of a model."""
 
@@ -112,10 +89,12 @@ class NumberedBody(Body):
   seq_id: Annotated[Seq, Field(ge=1)]
 
 
-class PathBody(Body):
-  """weights_info."""
-
-  tinker_path: str
+# Of session_heartbeat; of retrieve_future and cancel_future; of get_info; of weights_info.
+SessionBody = create_model("SessionBody", __base__=Lenient, session_id=(str, ...))
+RequestBody = create_model("RequestBody", __base__=Lenient, request_id=(str, ...))
+ModelBody = create_model("ModelBody", __base__=Body, model_id=(str, ...), type=(str, ""))
+PathBody = create_model("PathBody", __base__=Body, tinker_path=(str, ...))
+OptimizerBody = create_model("OptimizerBody", __base__=Body, type=(Literal["adamw"], "adamw"))
 
 
 class LoraBody(Body):
@@ -126,12 +105,6 @@ class LoraBody(Body):
   train_unembed: bool = True
   train_mlp: bool = True
   train_attn: bool = True
-
-
-class OptimizerBody(Body):
-  """The optimizer of a model."""
-
-  type: Annotated[str, AfterValidator(_check_adamw)] = "adamw"
 
 
 class NewModelBody(Body):
@@ -197,6 +170,14 @@ class SaveForSamplerBody(SaveBody):
   kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
+OF_MODELS: dict[str, type[Any]] = {  # requests of a model, by operation
+  LOAD: LoadBody,
+  OPTIM_STEP: StepBody,
+  SAVE: SaveBody,
+  SAVE_FOR_SAMPLER: SaveForSamplerBody,
+}
+
+
 class SamplerBody(Body):
   """create_sampling_session."""
 
@@ -225,7 +206,7 @@ class SamplingBody(Body):
 
   max_tokens: Annotated[int, Field(ge=0)] | None = None
   seed: Seed | None = None
-  stop: Annotated[Any, BeforeValidator(lambda x: None if x is None else _check_stop(x))] = None
+  stop: Annotated[Any, BeforeValidator(lambda x: () if x is None else _check_stop(x))] = ()
   temperature: Annotated[
     float, Field(ge=0, le=HIGHEST_TEMPERATURE), AfterValidator(_check_temperature)
   ] = 1.0
@@ -249,75 +230,51 @@ class SampleBody(Body):
   record_stability_info: Literal[False] = False
   type: Literal["sample"] = "sample"
 
+  @property
+  def tokens(self) -> list[int]:
+    """The ids of the prompt."""
+    return [token for chunk in self.prompt.chunks for token in chunk.tokens]
 
-class SamplingRequest:
-  """A request to sample.
 
-  Attributes:
-    prompt: token ids.
-    count: how many samples.
-    limit: the most tokens of each.
-    sampling: temperature, top-k, top-p and min-p.
-    seed: of the random keys.
-    stop: strings or tokens that end a sample.
-    scores: whether the log-probs of the prompt are wanted.
-    last: of how many of its last tokens; None for all.
-    prompt_top, top: how many alternatives to tokens of the prompt and of samples.
+def read_sample(values: dict[str, Any], base: ServedBase, queue: int) -> tuple[SampleBody, int]:
+  """Returns a request to sample, and the most tokens of each sample.
+
+  At most `queue` samples may run and wait at once.
   """
-
-  def __init__(self, base: ServedBase, values: dict[str, Any], default_seed: int, queue: int):
-    """Reads a request.
-
-    Args:
-      base: what is sampled from, or begun with.
-      values: the fields.
-      default_seed: for requests without one.
-      queue: the most samples that may run and wait at once.
-
-    Raises:
-      ApiError: a field is wrong, or asks for what the server cannot do.
-    """
-    body = checked(SampleBody, values)
-    params = body.sampling_params
-    engine = base.worker.engine
-    longest = min(engine.max_prompt_tokens, base.longest - 1)
-    self.prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-    if not all(0 <= x < base.vocab for x in self.prompt):
-      raise bad(f"prompt has a token that is no id from 0 to {base.vocab - 1}", "prompt")
-    if not 0 < len(self.prompt) <= longest:
-      raise bad(
-        f"prompt has {len(self.prompt)} tokens, but there must be 1 to {longest}; start the server "
-        "with a higher --max_prompt_tokens",
-        "prompt",
-      )
-    self.count = body.num_samples
-    if self.count + 1 > queue:
-      raise bad(
-        f"num_samples is {self.count}, but this server samples and queues {queue - 1} at most; "
-        "start it with a higher --queue",
-        "num_samples",
-      )
-    most = min(engine.max_tokens, base.longest - len(self.prompt))
-    self.limit = most if params.max_tokens is None else params.max_tokens
-    if self.limit > most:
-      raise bad(
-        f"max_tokens is {self.limit}, but at most {most} can follow this prompt; start the server "
-        "with a higher --max_tokens, or lower it",
-        "max_tokens",
-      )
-    self.sampling = (params.temperature, max(params.top_k, 0), params.top_p, 0.0)
-    self.seed = default_seed if params.seed is None else params.seed
-    self.stop = params.stop or ()
-    if wrong := [x for x in self.stop if isinstance(x, int) and not 0 <= x < base.vocab]:
-      raise bad(f"stop has the token {wrong[0]}, but ids are from 0 to {base.vocab - 1}", "stop")
-    self.scores = body.prompt_logprobs
-    self.prompt_top, self.top = body.topk_prompt_logprobs, body.topk_sample_logprobs
-    self.last = body.prompt_logprobs_last_n
-    if self.last is not None and (
-      self.last >= len(self.prompt) or not (self.scores or self.prompt_top)
-    ):
-      raise bad(
-        f"prompt_logprobs_last_n must be below the prompt's {len(self.prompt)} tokens, and needs "
-        "prompt_logprobs",
-        "prompt_logprobs_last_n",
-      )
+  body = checked(SampleBody, values)
+  engine = base.worker.engine
+  longest = min(engine.max_prompt_tokens, base.longest - 1)
+  prompt = body.tokens
+  size, count, last = len(prompt), body.num_samples, body.prompt_logprobs_last_n
+  if not all(0 <= x < base.vocab for x in prompt):
+    raise bad(f"prompt has a token that is no id from 0 to {base.vocab - 1}", "prompt")
+  if not 0 < size <= longest:
+    raise bad(
+      f"prompt has {size} tokens, but there must be 1 to {longest}; start the server with a higher "
+      "--max_prompt_tokens",
+      "prompt",
+    )
+  if count + 1 > queue:
+    raise bad(
+      f"num_samples is {count}, but this server samples and queues {queue - 1} at most; start it "
+      "with a higher --queue",
+      "num_samples",
+    )
+  most = min(engine.max_tokens, base.longest - size)
+  wanted = body.sampling_params.max_tokens
+  if wanted is not None and wanted > most:
+    raise bad(
+      f"max_tokens is {wanted}, but at most {most} can follow this prompt; start the server with a "
+      "higher --max_tokens, or lower it",
+      "max_tokens",
+    )
+  stop = [x for x in body.sampling_params.stop if isinstance(x, int)]
+  if wrong := [x for x in stop if not 0 <= x < base.vocab]:
+    raise bad(f"stop has the token {wrong[0]}, but ids are from 0 to {base.vocab - 1}", "stop")
+  scored = body.prompt_logprobs or body.topk_prompt_logprobs
+  if last is not None and (last >= size or not scored):
+    raise bad(
+      f"prompt_logprobs_last_n must be below the prompt's {size} tokens, and needs prompt_logprobs",
+      "prompt_logprobs_last_n",
+    )
+  return body, most if wanted is None else wanted

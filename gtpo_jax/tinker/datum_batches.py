@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -20,7 +19,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.sampling.prefill.batches import pad_prompts
-from gtpo_jax.tinker.losses import RATIO_MASK, Loss, LossInputs
+from gtpo_jax.tinker.losses import PER_TOKEN, RATIO_MASK, Loss, LossInputs
 from gtpo_jax.tinker.wire import Datum
 
 SHORTEST_PROMPT = 32
@@ -47,16 +46,8 @@ class Rows:
   inputs: LossInputs
 
 
-class BatchPart(NamedTuple):
-  """A batch, and where its sequences are.
-
-  Attributes:
-    rows: the batch, in host arrays.
-    places: (datum, i, j) of each: its index in the request, its prompt and its place in the group.
-  """
-
-  rows: Rows
-  places: list[tuple[int, int, int]]
+# Where each sequence of a batch is: its index in the request, its prompt, its place in the group.
+Places = list[tuple[int, int, int]]
 
 
 def loss_begins(datum: Datum) -> int:
@@ -77,8 +68,8 @@ def by_prompt(data: Sequence[Datum], begins: Sequence[int]) -> list[list[int]]:
 
 def divide(
   data: Sequence[Datum], begins: Sequence[int], loss: Loss, shards: int, pad: int, platform: str
-) -> Iterator[BatchPart]:
-  """Yields the batches of a request, the same ones for the same request.
+) -> Iterator[tuple[Rows, Places]]:
+  """Yields the batches of a request, in host arrays; the same ones for the same request.
 
   Args:
     data: the sequences.
@@ -140,7 +131,7 @@ def _part(
   loss: Loss,
   shape: tuple[int, int, int, int],
   pad: int,
-) -> BatchPart:
+) -> tuple[Rows, Places]:
   n, g, p, t = shape
   prompts = [data[piece[0]].tokens[: begins[piece[0]] + 1] for piece in pieces]
   prompts += [np.full(1, pad, np.int32)] * (n - len(pieces))
@@ -162,10 +153,11 @@ def _part(
       if RATIO_MASK not in datum.inputs:
         arrays[RATIO_MASK][i, j, :length] = 1
       places.append((index, i, j))
-  settings = (loss.kind, loss.low, loss.high, loss.beta)
+  kind = PER_TOKEN.index(loss.name) if loss.per_token else 0
+  settings = (kind, loss.low, loss.high, loss.beta)
   constants = (np.full((n, g, t), value, np.float32) for value in settings)
   inputs = LossInputs(present, *(arrays[name] for name in FIELDS), *constants)
-  return BatchPart(Rows(pad_prompts(prompts, p, pad), tokens, targets, inputs), places)
+  return Rows(pad_prompts(prompts, p, pad), tokens, targets, inputs), places
 
 
 FIELDS = ("weights", "logprobs", "advantages", RATIO_MASK)  # of `LossInputs`, in order

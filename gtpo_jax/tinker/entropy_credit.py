@@ -16,11 +16,10 @@ import numpy as np
 from gtpo_jax.algorithms import RECIPES, Algorithm, make
 from gtpo_jax.arrays import Signals
 from gtpo_jax.runtime.errors import did_you_mean
-from gtpo_jax.serving.api_errors import ApiError, bad
-from gtpo_jax.serving.requests import shown
+from gtpo_jax.serving.requests import bad, shown
 from gtpo_jax.tinker.datum_batches import by_prompt, doubled, loss_begins
 from gtpo_jax.tinker.losses import SETTINGS
-from gtpo_jax.tinker.wire import Datum, Sample
+from gtpo_jax.tinker.wire import Datum, Sample, of_each
 
 CREDIT = "credit"  # the setting of a loss that names a recipe
 SHAPED = ("importance_sampling", "ppo", "cispo")
@@ -70,20 +69,29 @@ def split_credit(
 def recorded(data: Sequence[Datum], find: Callable[[str], Sample]) -> list[np.ndarray]:
   """Returns the entropies of each sequence's targets, f32[s], NaN where none was drawn or is paid.
 
-  Args:
-    data: the sequences.
-    find: returns a sampled sequence by its id.
-
-  Raises:
-    ApiError: a sequence does not say where its tokens were sampled, or says it wrongly.
+  `find` returns a sampled sequence by its id.
   """
-  found = []
-  for i, datum in enumerate(data):
-    try:
-      found.append(_recorded(datum, find))
-    except ApiError as error:
-      raise bad(f"data[{i}]: {error.message}") from None
-  return found
+
+  def recorded_of(datum: Datum) -> np.ndarray:
+    paid = datum.inputs["advantages"] != 0
+    drawn = np.zeros(len(paid), bool)
+    entropy = np.zeros(len(paid), np.float32)
+    for span in datum.spans or ():
+      sample = find(span.sequence)
+      there = slice(span.start, span.start + span.length)
+      place = slice(span.offset, span.offset + span.length)
+      if not np.array_equal(datum.targets[there], sample.tokens[place]):
+        raise bad(f"the span of sample {span.sequence[:80]!r} has other tokens than were drawn")
+      drawn[there] = True
+      entropy[there] = sample.entropy[place]
+    if (paid & ~drawn).any():
+      raise bad(
+        "credit needs spans that name the samples of all tokens with an advantage "
+        "(Datum.with_provenance)"
+      )
+    return np.where(drawn & paid, entropy, np.float32(np.nan))
+
+  return list(of_each(recorded_of, data))
 
 
 def shape(
@@ -133,23 +141,3 @@ def _advantages(
   reward = correct * (right - wrong) + wrong
   signals = Signals(mask=mask, entropy=entropy, correct=correct, reward=reward)
   return algorithm.advantages(signals), algorithm.credit_metrics(signals)
-
-
-def _recorded(datum: Datum, find: Callable[[str], Sample]) -> np.ndarray:
-  paid = datum.inputs["advantages"] != 0
-  drawn = np.zeros(len(paid), bool)
-  entropy = np.zeros(len(paid), np.float32)
-  for span in datum.spans or ():
-    sample = find(span.sequence)
-    there = slice(span.start, span.start + span.length)
-    place = slice(span.offset, span.offset + span.length)
-    if not np.array_equal(datum.targets[there], sample.tokens[place]):
-      raise bad(f"the span of sample {span.sequence[:80]!r} has other tokens than were drawn")
-    drawn[there] = True
-    entropy[there] = sample.entropy[place]
-  if (paid & ~drawn).any():
-    raise bad(
-      "credit needs spans that name the samples of all tokens with an advantage "
-      "(Datum.with_provenance)"
-    )
-  return np.where(drawn & paid, entropy, np.float32(np.nan))

@@ -31,47 +31,37 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.api_errors import ApiError, bad
+from gtpo_jax.serving.requests import ApiError, bad
 from gtpo_jax.tinker.wire import (
   ERROR,
+  LOAD,
   PROTO,
-  ClientSession,
+  SAMPLE,
   Sample,
   StoredResult,
   Submission,
   read_samples,
 )
 
-LARGEST_SEQ = 2**63 - 1  # of the numbers that clients give
 MAX_AHEAD = 4096  # numbers by which a request may be ahead of its model's next one
 MOST_RESULTS = 100_000  # that are kept, the newest ones
 MOST_RESULT_BYTES = 512 << 20  # of them
 GONE_S = 600  # without a sign of life, a session's models may give up their places
 DROPPED_S = 86_400.0  # after which a session without a sign of life is ended
 RETRY_S = 1.0  # until a full disk may have space again
-SAMPLE, REFUSED = "asample", "refused"
-CREATE, LOAD = "create_model", "load_weights"
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS about (id TEXT PRIMARY KEY, value TEXT, checksum INTEGER);
-CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT, number INTEGER,
-  checksum INTEGER);
-CREATE TABLE IF NOT EXISTS models (id TEXT PRIMARY KEY, session TEXT, spec TEXT, checksum INTEGER);
-CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, session TEXT, source TEXT,
-  checksum INTEGER);
-CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, session TEXT, op TEXT, target TEXT,
-  seq INTEGER, digest BLOB, checksum INTEGER);
-CREATE TABLE IF NOT EXISTS bodies (id TEXT PRIMARY KEY, session TEXT, body BLOB, drawn BLOB,
-  checksum INTEGER);
-CREATE TABLE IF NOT EXISTS results (number INTEGER PRIMARY KEY, id TEXT UNIQUE, session TEXT,
-  kind TEXT, fault TEXT, body BLOB, entropy BLOB, checksum INTEGER);
-CREATE INDEX IF NOT EXISTS request_targets ON requests (target, seq);
-CREATE INDEX IF NOT EXISTS request_sessions ON requests (session);
-CREATE INDEX IF NOT EXISTS result_sessions ON results (session);
-"""
+_TABLES = {
+  "about": "id TEXT PRIMARY KEY, value TEXT",
+  "sessions": "id TEXT PRIMARY KEY, owner TEXT, number INTEGER",
+  "models": "id TEXT PRIMARY KEY, spec TEXT",
+  "samplers": "id TEXT PRIMARY KEY, source TEXT",
+  "requests": "id TEXT PRIMARY KEY, op TEXT, target TEXT, seq INTEGER, digest BLOB",
+  "bodies": "id TEXT PRIMARY KEY, body BLOB, drawn BLOB",  # of what may be carried out
+  "results": """number INTEGER PRIMARY KEY, id TEXT UNIQUE, kind TEXT, fault TEXT, body BLOB,
+    entropy BLOB""",
+}
 _SUBMISSION = """op, target, seq, body, drawn, digest FROM requests JOIN bodies
   ON requests.id = bodies.id"""
-_BELONG = ("models", "samplers", "requests", "bodies", "results")  # to a session
 
 
 class Ledger:
@@ -112,7 +102,8 @@ class Ledger:
     self.closed = False
     self._seed = seed
     self._most_samples = most_samples
-    self._events: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
+    # By the requests whose results somebody waits for.
+    self._awaited: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
     self._lock_file = _lock(file.with_suffix(".lock"))
     self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
     try:
@@ -147,12 +138,14 @@ class Ledger:
     self._db.execute("PRAGMA journal_mode = WAL")
     self._db.execute("PRAGMA synchronous = FULL")
     self._db.execute("PRAGMA journal_size_limit = 67108864")
-    self._db.executescript(_TABLES)
+    for table, columns in _TABLES.items():
+      self._db.execute(f"CREATE TABLE IF NOT EXISTS {table} ({columns}, checksum INTEGER)")
+    self._db.execute("CREATE INDEX IF NOT EXISTS by_target ON requests (target, seq)")
 
   def _check(self, file: Path, identity: str, most_models: int) -> None:
     """Raises UserError unless all values are as they were written, by a server like this one."""
     damaged = self._one("PRAGMA integrity_check")[0] != "ok"
-    for table in ("about", "sessions", *_BELONG):
+    for table in _TABLES:
       rows = self._db.execute(f"SELECT * FROM {table}")
       names = [x[0] for x in rows.description]
       for row in rows:
@@ -261,47 +254,48 @@ class Ledger:
   def number_session(self, name: str) -> None:
     """Numbers a session that gets a model or a sampler. One that is never used has no number."""
     with self.changed:
-      session = self._session(name)
-      if session.number < 0:
+      owner, number = self._session(name)
+      if owner and number < 0:
         with self._transaction():
           number = int(self._about("sessions") or 0)
-          self._insert("sessions", id=name, owner=session.owner, number=number)
+          self._insert("sessions", id=name, owner=owner, number=number)
           self._insert("about", id="sessions", value=str(number + 1))
 
-  def _session(self, name: str) -> ClientSession | None:
-    """Returns the session of a model, a sampler or a request."""
+  def _session(self, name: str) -> tuple[str, int]:
+    """Returns the owner and the number of a session; "" and -1 if it is over."""
     with self.changed:
-      row = self._one("SELECT id, owner, number FROM sessions WHERE id = ?", name.split(":")[0])
-    return ClientSession(*row) if row else None
+      query = "SELECT owner, number FROM sessions WHERE id = ?"
+      return self._one(query, name.split(":")[0]) or ("", -1)
 
-  def session(self, owner: str, name: str) -> ClientSession:
-    """Returns a client's session, by its id or by that of its model, sampler or request.
+  def session(self, owner: str, name: str) -> str:
+    """Returns the id of a client's session, by that of its model, sampler or request.
 
     Raises:
       ApiError: it has none of this name (410), or has finished it.
     """
-    found = self._session(name)
-    if found is None or found.owner != owner:
+    if self.owner(name) != owner:
       raise ApiError(410, "there is no such session, or it is finished; start the client again")
-    self._seen[found.id] = time.monotonic()
+    found = name.split(":")[0]
+    self._seen[found] = time.monotonic()
     return found
 
   def finish_session(self, owner: str, name: str) -> None:
     """Ends a session; its models are dropped, and the weights that they have saved stay."""
     session = self.session(owner, name)
     with self._transaction():
-      for table in _BELONG:
-        self._db.execute(f"DELETE FROM {table} WHERE session = ?", [session.id])
-      self._db.execute("DELETE FROM sessions WHERE id = ?", [session.id])
+      for table in _TABLES.keys() - {"about", "sessions"}:
+        begins = "id >= ? AND id < ?"  # with the session's id: ";" follows ":"
+        self._db.execute(f"DELETE FROM {table} WHERE {begins}", [f"{session}:", f"{session};"])
+      self._db.execute("DELETE FROM sessions WHERE id = ?", [session])
       self._count_result_bytes()
     with self.changed:
-      theirs = lambda name: name.split(":")[0] == session.id
+      theirs = lambda name: name.split(":")[0] == session
       self.ended.extend(filter(theirs, self.next))
       for named in (self.next, self.snapshots, self._seen):
         for name in [x for x in named if theirs(x)]:
           del named[name]
       self._open_samples = {x for x in self._open_samples if not theirs(x)}
-      for name in [x for x in self._events if theirs(x)]:
+      for name in [x for x in self._awaited if theirs(x)]:
         self._wake(name)
 
   def drop_silent(self, sessions: Iterable[str], seconds: float) -> None:
@@ -319,15 +313,10 @@ class Ledger:
 
   def owner(self, name: str) -> str:
     """Returns the client whose model, sampler or request it is; "" once its session is over."""
-    session = self._session(name)
-    return session.owner if session else ""
+    return self._session(name)[0]
 
   def spec(self, model: str) -> dict[str, Any]:
-    """Returns what a client has asked a model to be.
-
-    Raises:
-      ApiError: its session is over (410).
-    """
+    """Returns what a client has asked a model to be."""
     with self.changed:
       row = self._one("SELECT spec FROM models WHERE id = ?", model)
     if row is None:
@@ -335,17 +324,12 @@ class Ledger:
     return json.loads(row[0])
 
   def add_sampler(self, name: str, source: dict[str, Any]) -> None:
-    """Adds a sampling session.
-
-    Raises:
-      ApiError: there is one that samples from something else.
-    """
+    """Adds a sampling session."""
     with self.changed:
       known = self.sampler(name)
-      if known is None and self._session(name):
+      if known is None and self.owner(name):
         with self._transaction():
-          session = name.split(":")[0]
-          self._insert("samplers", id=name, session=session, source=json.dumps(source))
+          self._insert("samplers", id=name, source=json.dumps(source))
       elif known is not None and known != source:
         raise bad("this sampling_session_seq_id is taken; use the next", "sampling_session_seq_id")
 
@@ -363,19 +347,14 @@ class Ledger:
     """
     rest = target.partition(":")[2]
     rest = (self.sampler(target) or {}).get("saved_by", rest)
-    session = self._session(target)
-    number = session.number if session else -1
+    _, number = self._session(target)
     digest = hashlib.sha256(f"{self._seed} {number} {rest} {seq}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
   # Requests.
 
   def is_known(self, request: Submission) -> bool:
-    """Whether a request has arrived before.
-
-    Raises:
-      ApiError: another one with this number has.
-    """
+    """Whether a request has arrived before."""
     with self.changed:
       row = self._one("SELECT digest FROM requests WHERE id = ?", request.id)
     if row and row[0] != request.digest:
@@ -384,31 +363,20 @@ class Ledger:
       )
     return bool(row)
 
-  def submit(
-    self,
-    request: Submission,
-    spec: dict[str, Any] | None = None,
-    answer: StoredResult | None = None,
-  ) -> None:
-    """Adds a request, unless it is known.
-
-    Args:
-      request: the request.
-      spec: of the new model that it makes.
-      answer: its result, if it is refused.
+  def submit(self, request: Submission, answer: StoredResult | None = None) -> None:
+    """Adds a request, unless it is known; with its answer if it is refused.
 
     Raises:
       ApiError: another request has its number, its number is far from its model's next one, or too
         many samples wait.
     """
-    session = request.target.split(":")[0]
     with self.changed:
       if self.is_known(request):
         return
       if request.op == SAMPLE:
         if len(self._open_samples) >= self._most_samples:
           raise ApiError(429, "the server is busy; try again later")
-      elif spec is None:
+      elif request.spec is None:
         following = self.next.get(request.target)
         if following is None:
           raise ApiError(410, "there is no such model; create it again")
@@ -418,18 +386,17 @@ class Ledger:
             "seq_id",
           )
       with self._transaction():
-        if spec is not None:
-          self._insert("models", id=request.target, session=session, spec=json.dumps(spec))
-        values = {"id": request.id, "session": session}
-        head = {name: getattr(request, name) for name in ("op", "target", "seq", "digest")}
-        self._insert("requests", **values, **head)
-        self._insert("bodies", **values, body=request.body, drawn=request.drawn)
+        if request.spec is not None:
+          self._insert("models", id=request.target, spec=json.dumps(request.spec))
+        head = {name: getattr(request, name) for name in ("id", "op", "target", "seq", "digest")}
+        self._insert("requests", **head)
+        self._insert("bodies", id=request.id, body=request.body, drawn=request.drawn)
         if answer:
           self._add_result(request, answer)
       if request.op == SAMPLE:
         self._open_samples.add(request.id)
         self._untaken.append(request.id)
-      elif spec is not None:
+      elif request.spec is not None:
         self.snapshots[request.target] = -1
         self.next[request.target] = 0
       self.changed.notify_all()
@@ -493,8 +460,7 @@ class Ledger:
     values = dataclasses.asdict(outcome)
     values["entropy"] = b"" if outcome.entropy is None else outcome.entropy.tobytes()
     number = self._one("SELECT ifnull(max(number), 0) + 1 FROM results")[0]
-    session = request.target.split(":")[0]
-    self._insert("results", number=number, id=request.id, session=session, **values)
+    self._insert("results", number=number, id=request.id, **values)
     self._result_bytes += len(outcome.body)
 
   def _forget_old_results(self) -> None:
@@ -509,8 +475,8 @@ class Ledger:
       (first,) = self._one("SELECT min(number) FROM results")
 
   def _wake(self, name: str) -> None:
-    if event := self._events.pop(name, None):
-      loop, ready = event
+    if awaited := self._awaited.pop(name, None):
+      loop, ready = awaited
       with contextlib.suppress(RuntimeError):  # the server ends
         loop.call_soon_threadsafe(ready.set)
 
@@ -541,21 +507,17 @@ class Ledger:
       self.finish(request, StoredResult(ERROR, b"the request was cancelled", "user"))
 
   async def wait(self, owner: str, name: str, seconds: float) -> StoredResult | None:
-    """Returns the result of a request; None if it has none within some seconds.
-
-    Raises:
-      ApiError: there is no such request, or its result was dropped.
-    """
-    event = (asyncio.get_running_loop(), asyncio.Event())
-    found = await asyncio.to_thread(self._find, owner, name, event)
+    """Returns the result of a request; None if it has none within some seconds."""
+    loop = asyncio.get_running_loop()
+    found = await asyncio.to_thread(self._find, owner, name, loop)
     if isinstance(found, asyncio.Event):
       with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(found.wait(), seconds)
-      found = await asyncio.to_thread(self._find, owner, name, event)
-    return found if isinstance(found, StoredResult) else None
+      found = await asyncio.to_thread(self._find, owner, name, loop)
+    return None if isinstance(found, asyncio.Event) else found
 
   def _find(
-    self, owner: str, name: str, event: tuple[asyncio.AbstractEventLoop, asyncio.Event]
+    self, owner: str, name: str, loop: asyncio.AbstractEventLoop
   ) -> StoredResult | asyncio.Event:
     """Returns the result of a request, or the event of its end, which others may wait for too."""
     self.session(owner, name)
@@ -566,7 +528,7 @@ class Ledger:
       # Requests of a model whose results are no longer kept may be carried out again.
       if request is None or request.seq < self.next.get(request.target, 0):
         raise ApiError(410, "there is no such request, or its result is no longer kept")
-      return self._events.setdefault(name, event)[1]
+      return self._awaited.setdefault(name, (loop, asyncio.Event()))[1]
 
   def saved(self, model: str, seq: int) -> None:
     """Notes that a model's state after a request is saved, and forgets what led to it."""
@@ -581,11 +543,7 @@ class Ledger:
       self.snapshots[model] = seq
 
   def sampled(self, owner: str, sequence: str) -> Sample:
-    """Returns a sampled sequence by its id.
-
-    Raises:
-      ApiError: there is none, or it is another client's, or no longer kept.
-    """
+    """Returns a sampled sequence by its id."""
     name, _, index = sequence.rpartition(":")
     with self.changed:
       outcome = self._result(name)
@@ -598,11 +556,7 @@ class Ledger:
 
 
 def _lock(file: Path) -> BinaryIO:
-  """Claims a workdir for this process.
-
-  Raises:
-    UserError: another process has it, or it cannot be written.
-  """
+  """Claims a workdir for this process."""
   import fcntl
 
   try:

@@ -27,8 +27,7 @@ from gtpo_jax.algorithms.objectives import ObjectiveInputs, clip_ratio, weighted
 from gtpo_jax.algorithms.ratios import RATIOS
 from gtpo_jax.arrays import masked_sum
 from gtpo_jax.runtime.errors import did_you_mean
-from gtpo_jax.serving.api_errors import bad
-from gtpo_jax.serving.requests import shown
+from gtpo_jax.serving.requests import bad, shown
 
 LOW = "clip_low_threshold"
 HIGH = "clip_high_threshold"
@@ -101,11 +100,6 @@ class Loss:
     return self.name in PER_TOKEN
 
   @property
-  def kind(self) -> int:
-    """The index in `PER_TOKEN`."""
-    return PER_TOKEN.index(self.name) if self.per_token else 0
-
-  @property
   def needs(self) -> tuple[str, ...]:
     """The inputs of the data that it needs, besides the targets."""
     return SUPERVISED if self.name == "cross_entropy" else SAMPLED
@@ -146,11 +140,7 @@ def sequence_loss(log_probs: jax.Array, x: LossInputs) -> jax.Array:
 
 
 def make_loss(name: str, config: Mapping[str, float | str]) -> Loss:
-  """Returns the loss with the settings of a request.
-
-  Raises:
-    ApiError: there is no such loss or setting, or a value is out of bounds.
-  """
+  """Returns the loss with the settings of a request."""
   if name in REFUSED:
     raise bad(REFUSED[name], "loss_fn")
   if name not in SETTINGS:

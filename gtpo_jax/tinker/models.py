@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gtpo_jax.models.config import Lora
@@ -24,17 +26,28 @@ from gtpo_jax.models.lora import add_lora, combine, merge_lora, partition
 from gtpo_jax.models.params import Params, abstract_params, stack_layers, stacked, unstack_layers
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.compiler_options import update_options
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import batch_shards, shard_batch
 from gtpo_jax.runtime.paths import storage_path
-from gtpo_jax.serving.api_errors import bad
-from gtpo_jax.tinker.datum_batches import divide, loss_begins
-from gtpo_jax.tinker.losses import Loss
+from gtpo_jax.serving.requests import bad
+from gtpo_jax.tinker.datum_batches import Rows, divide, loss_begins
+from gtpo_jax.tinker.losses import Loss, sequence_loss, token_losses
 from gtpo_jax.tinker.saved_weights import ABOUT, ARRAYS, About, Saved, Spec, arrays_of, tree_of
-from gtpo_jax.tinker.training_programs import StepSettings, all_finite, make_programs
 from gtpo_jax.tinker.wire import Datum
+from gtpo_jax.training.log_probs import Reading, head_settings, loss_and_score, score
+from gtpo_jax.training.state import (
+  BUILDER_CACHE_SIZE,
+  Optimizer,
+  abstract_state,
+  adamw,
+  loss_scale,
+  scaled,
+  unscale,
+)
 
 MAX_SEED = 2**32
+FIRST_SNAPSHOT_S = 0.1  # that saving a state is assumed to take
 
 
 class ServedBase(NamedTuple):
@@ -107,11 +120,7 @@ class ServedBase(NamedTuple):
     return jax.block_until_ready(self.worker.engine.layout(params))
 
   def read(self, spec: Spec, saved: Saved) -> Params:
-    """Returns the trained weights in a folder.
-
-    Raises:
-      ApiError: they are damaged, not finite, or of another base model.
-    """
+    """Returns the trained weights in a folder."""
     model = self.model(spec)
     arrays = saved.arrays()
     try:
@@ -160,11 +169,126 @@ def _merge(model: Transformer) -> Any:
   return jax.jit(functools.partial(merge_lora, model))
 
 
+class BatchScores(NamedTuple):
+  """The loss of a batch, f32[], and the log-probs and entropies of targets, f32[n, g, t] nats."""
+
+  loss: jax.Array
+  log_probs: jax.Array
+  entropy: jax.Array
+
+
+@flax.struct.dataclass
+class StepSettings:
+  """The settings of a step, f32[] each, as in `OptimizerConfig`; `clip_norm` is 0 for none."""
+
+  learning_rate: Any
+  b1: Any
+  b2: Any
+  eps: Any
+  weight_decay: Any
+  clip_norm: Any
+
+
+class TrainingPrograms(NamedTuple):
+  """The compiled programs of an architecture.
+
+  Attributes:
+    abstract: shapes, dtypes and shardings of the trained parameters, and of the optimizer state.
+    init: trained parameters -> optimizer state.
+    zeros: () -> a gradient of 0.
+    accumulate: (trained, frozen, gradient so far, rows, per_token) -> (gradient, `BatchScores`).
+    forward: (trained, frozen, rows, per_token) -> `BatchScores`.
+    apply: (trained, optimizer state, gradient, `StepSettings`) -> (trained, optimizer state, norm
+      of the gradient f32[], whether it was finite bool[]); a step that is not finite changes
+      nothing.
+  """
+
+  abstract: tuple[Params, Any]
+  init: Any
+  zeros: Any
+  accumulate: Any
+  forward: Any
+  apply: Any
+
+
+@jax.jit
+def all_finite(*trees: Any) -> jax.Array:
+  """Returns whether all numbers of trees of arrays are finite, bool[]."""
+  return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(trees)]))
+
+
+@functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
+def make_programs(model: Transformer) -> TrainingPrograms:
+  """Returns the programs of an architecture; they compile on their first use."""
+  settings = head_settings(model, 1.0, 0)
+  scale = loss_scale(model.config)
+
+  def reading_of(rows: Rows) -> Reading:
+    return Reading(rows.prompts, rows.tokens, targets=rows.targets)
+
+  def scores(
+    trained: Params, frozen: Params, rows: Rows, per_token: bool
+  ) -> tuple[jax.Array, BatchScores]:
+    inputs = (model, combine(trained, frozen), reading_of(rows), settings)
+    if per_token:
+      loss = scaled(token_losses, scale)
+      total, log_probs, entropy, *_ = loss_and_score(*inputs, loss, rows.inputs)
+    else:
+      log_probs, entropy = score(*inputs)
+      total = scale * sequence_loss(log_probs, rows.inputs)
+    return total, BatchScores(total / scale, log_probs, entropy)
+
+  def accumulate(
+    trained: Params, frozen: Params, total: Params, rows: Rows, per_token: bool
+  ) -> tuple[Params, BatchScores]:
+    grads, found = jax.grad(scores, has_aux=True)(trained, frozen, rows, per_token)
+    grads = unscale(grads, scale)
+    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, grads), found
+
+  def forward(trained: Params, frozen: Params, rows: Rows, per_token: bool) -> BatchScores:
+    log_probs, entropy = score(model, combine(trained, frozen), reading_of(rows), settings)
+    of_tokens = token_losses(log_probs, entropy, rows.inputs)
+    loss = of_tokens if per_token else sequence_loss(log_probs, rows.inputs)
+    return BatchScores(loss, log_probs, entropy)
+
+  def apply(
+    trained: Params, opt_state: Any, grads: Params, step: StepSettings
+  ) -> tuple[Params, Any, jax.Array, jax.Array]:
+    norm = optax.global_norm(grads)
+    finite = jnp.isfinite(norm)
+    clip_norm = jnp.where(step.clip_norm > 0, step.clip_norm, jnp.inf)
+    optimizer = adamw(step.learning_rate, step.b1, step.b2, step.eps, step.weight_decay, clip_norm)
+    grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, trained)
+    updates, new_state = optimizer.update(grads, opt_state, trained)
+    new = optax.apply_updates(trained, updates)
+    keep = lambda new, old: jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
+    return keep(new, trained), keep(new_state, opt_state), norm, finite
+
+  chain = adamw(0.0, 0.9, 0.95, 1e-12, 0.0, 1.0)
+  state = abstract_state(model, Optimizer(chain.init, chain.update))
+  abstract = (partition(model, state.params)[0], state.opt_state)
+  # Everything has one sharding, so that a state that was read runs the same programs, to the bit.
+  of_trained, of_state = jax.tree.map(lambda x: x.sharding, abstract)
+  zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), abstract[0])
+  options = update_options(model.mesh.devices.flat)
+  jit = functools.partial(jax.jit, compiler_options=options)
+  return TrainingPrograms(
+    abstract,
+    jax.jit(chain.init, out_shardings=of_state),
+    jax.jit(zeros, out_shardings=of_trained),
+    jit(accumulate, static_argnames="per_token", out_shardings=(of_trained, None)),
+    jit(forward, static_argnames="per_token"),
+    jit(apply, out_shardings=(of_trained, of_state, None, None)),
+  )
+
+
 class TrainedModel:
   """A model in training. It belongs to one thread.
 
   Attributes:
     spec: what the client has asked for.
+    since_snapshot_s: seconds of computing since its state was saved.
+    snapshot_s: seconds that this took.
   """
 
   def __init__(
@@ -177,37 +301,44 @@ class TrainedModel:
     moments: whether to read the optimizer's state too, and a gradient so far.
     """
     self.spec = spec
+    self.since_snapshot_s = 0.0
+    self.snapshot_s = FIRST_SNAPSHOT_S
     self._base = base
     self._model = base.model(spec)
     self._programs = make_programs(self._model)
     self._frozen = base.params if spec.rank else {}
     self._pad = base.worker.chat.pad
     self._grads: Params | None = None
-    if saved is None:
-      params = add_lora(self._model, base.params, jax.random.key(spec.seed))
-      self._trained = partition(self._model, params)[0]
-      self._opt_state = self._programs.init(self._trained)
+    if saved is not None:
+      self.load(saved, moments)
       return
-    self._read(saved, moments)
+    params = add_lora(self._model, base.params, jax.random.key(spec.seed))
+    self._trained = partition(self._model, params)[0]
+    self._opt_state = self._programs.init(self._trained)
 
-  def _read(self, saved: Saved, moments: bool) -> None:
-    """Reads all that is wanted, before anything changes."""
-    params = self._base.read(self.spec, saved)
-    opt_state, grads = self._read_moments(saved) if moments else (None, None)
-    self._trained = params
+  def load(self, saved: Saved, moments: bool) -> None:
+    """Replaces the weights, and with `moments` the optimizer's state too.
+
+    Raises:
+      ApiError: they are damaged, or belong to another architecture; nothing has changed.
+    """
+    spec = saved.about.spec
+    if (spec.rank, spec.targets) != (self.spec.rank, self.spec.targets):
+      raise bad(f"{saved.path} has other adapters than this model: rank {spec.rank}")
+    params = self._base.read(spec, saved)
+    opt_state, grads = None, None
+    if moments:
+      arrays = saved.arrays()
+      has = lambda tree: any(name.startswith(f"{tree}/") for name in arrays)
+      if not has("optimizer"):
+        raise bad(f"{saved.path} has no optimizer state; load it without")
+      trained, state = make_programs(stacked(self._model)).abstract
+      opt_state = unstack_layers(self._model, tree_of(arrays, "optimizer", state))
+      if has("gradient"):
+        like = jax.tree.map(lambda x: x.update(dtype=np.float32), trained)
+        grads = unstack_layers(self._model, tree_of(arrays, "gradient", like))
+    self._trained, self._grads = params, grads
     self._opt_state = opt_state or self._programs.init(params)
-    self._grads = grads
-
-  def _read_moments(self, saved: Saved) -> tuple[Any, Params | None]:
-    arrays = saved.arrays()
-    if not any(name.startswith("optimizer/") for name in arrays):
-      raise bad(f"{saved.path} has no optimizer state; load it without")
-    trained, state = make_programs(stacked(self._model)).abstract
-    opt_state = unstack_layers(self._model, tree_of(arrays, "optimizer", state))
-    if not any(name.startswith("gradient/") for name in arrays):
-      return opt_state, None
-    in_float32 = jax.tree.map(lambda x: x.update(dtype=np.float32), trained)
-    return opt_state, unstack_layers(self._model, tree_of(arrays, "gradient", in_float32))
 
   def run(
     self, data: Sequence[Datum], loss: Loss, forward_only: bool
@@ -266,27 +397,15 @@ class TrainedModel:
     self._trained, self._opt_state, self._grads = trained, opt_state, None
     return {"grad_norm:mean": float(norm), "skipped:sum": float(not finite)}
 
-  def load(self, spec: Spec, saved: Saved, moments: bool) -> None:
-    """Replaces the weights, and with `moments` the optimizer's state too.
-
-    Raises:
-      ApiError: they belong to another architecture.
-    """
-    if (spec.rank, spec.targets) != (self.spec.rank, self.spec.targets):
-      raise bad(f"{saved.path} has other adapters than this model: rank {spec.rank}")
-    self._read(saved, moments)
-
   def save(self, folder: Path, about: Mapping[str, Any], moments: bool, export: bool) -> None:
-    """Writes the weights to a new folder.
+    """Writes the weights, and what is noted `about` them, to a new folder.
 
-    Args:
-      folder: the folder.
-      about: what is noted beside them.
-      moments: whether to write the optimizer's state and the gradient so far too.
-      export: whether other programs are to read the weights.
+    With `moments` the optimizer's state and the gradient so far are written too. With `export`
+    other programs can read the weights.
     """
-    whole = not self.spec.rank and export  # the weights are in the files of Hugging Face
-    trees: dict[str, Any] = {} if whole else {"params": self._trained}
+    trees: dict[str, Any] = {}
+    if self.spec.rank or not export:  # else the weights are in the files of Hugging Face
+      trees["params"] = self._trained
     if moments:
       trees["optimizer"] = self._opt_state
       if self._grads is not None:
@@ -296,18 +415,12 @@ class TrainedModel:
     files = {ABOUT: note + "\n", ARRAYS: arrays_of(**trees)}
     params = combine(self._trained, self._frozen)
     worker = self._base.worker
+    source, chat = worker.model_folder, worker.chat
     if not export:
       with atomic_folder(storage_path(folder)) as out:
         write_files(out, files)
     elif self.spec.rank:
-      save_adapter(self._model, params, folder, self._base.source, files, worker.model_folder)
+      save_adapter(self._model, params, folder, self._base.source, files, source)
     else:
-      save(
-        self._model,
-        params,
-        worker.chat.tokenizer,
-        folder,
-        stop=worker.chat.stop,
-        source=worker.model_folder,
-        files=files,
-      )
+      whole = (self._model, params, chat.tokenizer, folder)
+      save(*whole, stop=chat.stop, source=source, files=files)

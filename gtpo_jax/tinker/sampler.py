@@ -7,7 +7,7 @@ import concurrent.futures
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,28 +15,17 @@ import numpy as np
 
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.completion import Prompt
-from gtpo_jax.serving.api_errors import ApiError
-from gtpo_jax.serving.generator import Full, Generator
-from gtpo_jax.serving.jobs import ScoreJob, ServedCompletion
-from gtpo_jax.serving.outputs import Part, new_search
-from gtpo_jax.serving.requests import parse_object
-from gtpo_jax.tinker.bodies import SamplingRequest
+from gtpo_jax.serving.choices import NOTHING, Part, joined, new_search
+from gtpo_jax.serving.generator import Full, Generator, ScoreJob, ServedCompletion
+from gtpo_jax.serving.requests import ApiError, parse_object
+from gtpo_jax.tinker.bodies import SampleBody, read_sample
 from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase
 from gtpo_jax.tinker.saved_weights import Spec, Store
-from gtpo_jax.tinker.wire import (
-  ERROR,
-  MISSING,
-  NO_TOKEN,
-  PROTO,
-  Sample,
-  StoredResult,
-  Submission,
-  Top,
-  refusal,
-  sample_output,
-)
+from gtpo_jax.tinker.schema import CLASSES, LENGTH, STOP
+from gtpo_jax.tinker.wire import ERROR, PROTO, StoredResult, Submission, refusal, write_top
 
+NO_TOKEN = -99999.0  # the log-prob in a cell without a token
 RETRY_S = 0.05  # until the generator may have space again
 
 
@@ -50,14 +39,10 @@ class Policies:
     self._kept: collections.OrderedDict[str, DecodeParams] = collections.OrderedDict()
 
   def get(self, source: dict[str, Any]) -> DecodeParams:
-    """Returns the weights that a sampler samples from.
-
-    Raises:
-      ApiError: they were deleted.
-    """
+    """Returns the weights that a sampler samples from."""
     saved = None
     name = ""
-    if source["run"]:
+    if source["path"]:
       saved = self._store.of_sampler(source)
       if saved is None:
         raise ApiError(410, "the weights of this sampler are gone; save them again")
@@ -89,89 +74,62 @@ class StopTokens:
 
 
 class Pending:
-  """A request under way: collects what arrives, on the generator's thread."""
+  """A request under way: collects what arrives, on the generator's thread, then calls `finish`."""
 
-  def __init__(self, ask: SamplingRequest, finish: Callable[[Pending], None]):
-    """Args:
-    ask: what was asked.
-    finish: called once everything has arrived, or generation has failed.
-    """
-    self.ask = ask
+  def __init__(self, body: SampleBody, finish: Callable[[Pending], None]):
     self.jobs: list[ServedCompletion | ScoreJob] = []
-    self.failed = False
-    self._parts: list[list[Part]] = [[] for _ in range(ask.count)]
-    self._scored: Part | None = None
+    self._body = body
+    self._samples = [NOTHING] * body.num_samples
+    self._scored = NOTHING
     self._finish = finish
     self._ended = 0
+    self._failed = False
 
   def deliver(self, index: int, part: Part) -> None:
     """Takes the next tokens of a sample, or with index -1 the log-probs of the prompt."""
     if index < 0:
       self._scored = part
     else:
-      self._parts[index].append(part)
+      self._samples[index] = joined(self._samples[index], part)
     if not part.finish:
       return
     self._ended += 1
-    self.failed |= part.finish == "error"
+    self._failed |= part.finish == "error"
     if self._ended == len(self.jobs):
       self._finish(self)
 
   def outcome(self) -> StoredResult:
     """Returns the result."""
-    if self.failed:
+    if self._failed:
       return StoredResult(ERROR, b"the server has failed to sample; its log says why", "server")
-    ask = self.ask
-    samples = [_sample(parts, ask.top) for parts in self._parts]
-    log_probs, top = None, None
-    if ask.scores or ask.prompt_top:
-      log_probs, top = self._of_prompt()
-    body = sample_output(samples, log_probs if ask.scores else None, top)
-    return StoredResult(PROTO, body, entropy=np.concatenate([x.entropy for x in samples]))
-
-  def _of_prompt(self) -> tuple[np.ndarray, Top | None]:
-    ask = self.ask
-    size = len(ask.prompt)
-    first = 1 if ask.last is None else size - ask.last
-    log_probs = np.full(size, MISSING)
-    tokens = np.zeros((size, ask.prompt_top), np.int32)
-    others = np.full((size, ask.prompt_top), NO_TOKEN)
-    if self._scored is not None:
-      log_probs[first:] = self._scored.log_probs[first - 1 :]
-      for i, (ids, values) in enumerate(self._scored.alternatives, 1):
-        if i >= first:
-          tokens[i] = ids[: ask.prompt_top]
-          others[i] = values[: ask.prompt_top]
-    return log_probs, Top(tokens, others) if ask.prompt_top else None
-
-
-def _sample(parts: Sequence[Part], top: int) -> Sample:
-  join = lambda name, dtype: np.asarray([x for part in parts for x in getattr(part, name)], dtype)
-  alternatives = [x for part in parts for x in part.alternatives]
-  found = None
-  if top:
-    ids = np.asarray([ids[:top] for ids, _ in alternatives], np.int32).reshape(-1, top)
-    values = np.asarray([values[:top] for _, values in alternatives], np.float32)
-    found = Top(ids, values.reshape(-1, top))
-  return Sample(
-    join("tokens", np.int32),
-    join("log_probs", np.float32),
-    join("entropy", np.float32),
-    bool(parts) and parts[-1].finish == "stop",
-    found,
-  )
+    message = CLASSES["SampleResponse"]()
+    for sample in self._samples:
+      sequence = message.sequences.add(
+        stop_reason=STOP if sample.finish == "stop" else LENGTH,
+        tokens=np.asarray(sample.tokens, np.int32).tobytes(),
+        logprobs=np.asarray(sample.log_probs, np.float32).tobytes(),
+      )
+      if top := self._body.topk_sample_logprobs:
+        write_top(sequence.topk_sampled_logprobs, sample.alternatives, top)
+    # The first token of a prompt has no log-prob, and those before the last ones are not wanted.
+    size, top = len(self._body.tokens), self._body.topk_prompt_logprobs
+    kept = min(self._body.prompt_logprobs_last_n or size, len(self._scored.tokens))
+    if self._body.prompt_logprobs:
+      log_probs = np.full(size, np.nan, np.float32)
+      log_probs[size - kept :] = self._scored.log_probs[len(self._scored.tokens) - kept :]
+      message.prompt_logprobs = log_probs.tobytes()
+    if top:
+      alternatives = self._scored.alternatives[len(self._scored.alternatives) - kept :]
+      none = ([0] * top, [NO_TOKEN] * top)
+      write_top(message.topk_prompt_logprobs, [none] * (size - kept) + alternatives, top)
+    entropy = np.asarray([x for sample in self._samples for x in sample.entropy], np.float32)
+    return StoredResult(PROTO, message.SerializeToString(deterministic=True), entropy=entropy)
 
 
 class Sampler:
   """Passes requests of a ledger on to a generator."""
 
   def __init__(self, base: ServedBase, ledger: Ledger, policies: Policies, generator: Generator):
-    """Args:
-    base: the model that others begin with.
-    ledger: the requests.
-    policies: what is sampled from.
-    generator: an engine's.
-    """
     self._base = base
     self._ledger = ledger
     self._policies = policies
@@ -207,56 +165,48 @@ class Sampler:
     source = self._ledger.sampler(request.target)
     if source is None:
       return  # its session is over
-    seed = self._ledger.seed_for(request.target, request.seq)
-    ask = SamplingRequest(self._base, parse_object(request.body), seed, self.capacity)
+    values = parse_object(request.body)
+    body, limit = read_sample(values, self._base, self.capacity)
     params = self._policies.get(source)
-    pending = Pending(ask, lambda x: self._recorder.submit(self._record, request, x))
-    pending.jobs = self._jobs(ask, params, pending)
+    pending = Pending(body, lambda x: self._recorder.submit(self._record, request, x))
+    scores = []
+    if (body.prompt_logprobs or body.topk_prompt_logprobs) and len(body.tokens) > 1:
+      scores = [ScoreJob(body.tokens, functools.partial(pending.deliver, -1), params)]
+    completions = list(self._completions(request, body, limit, params, pending)) if limit else []
+    pending.jobs = [*scores, *completions]
     if not pending.jobs:
       self._record(request, pending)
       return
     self._pending[request.id] = pending
-    self._submit(request, pending.jobs)
-
-  def _jobs(
-    self, ask: SamplingRequest, params: DecodeParams, pending: Pending
-  ) -> list[ServedCompletion | ScoreJob]:
-    jobs: list[ServedCompletion | ScoreJob] = []
-    if (ask.scores or ask.prompt_top) and len(ask.prompt) > 1:
-      jobs.append(ScoreJob(ask.prompt, functools.partial(pending.deliver, -1), params))
-    if not ask.limit:
-      return jobs
-    keys = self._base.worker.engine.completion_keys(jax.random.key(ask.seed), 1, ask.count)[0]
-    stop = None
-    if ask.stop and isinstance(ask.stop[0], str):
-      stop = new_search(self._base.worker.chat, ask.stop)
-    elif ask.stop:
-      stop = StopTokens(ask.stop)
-    for i, key in enumerate(keys):
-      jobs.append(
-        ServedCompletion(
-          prompt=Prompt(ask.prompt),
-          key=np.asarray(key),
-          limit=ask.limit,
-          sampling=ask.sampling,
-          wants_alternatives=bool(ask.top),
-          stop=stop,
-          deliver=functools.partial(pending.deliver, i),
-          params=params,
-        )
-      )
-    return jobs
-
-  def _submit(self, request: Submission, jobs: Sequence[ServedCompletion | ScoreJob]) -> None:
-    """Submits jobs, as soon as the generator has space."""
-    completions = [job for job in jobs if isinstance(job, ServedCompletion)]
-    scores = [job for job in jobs if isinstance(job, ScoreJob)]
     while self._ledger.is_wanted(request.id):
       try:
         self._generator.submit(completions, scores)
         return
       except Full:
         time.sleep(RETRY_S)
+
+  def _completions(
+    self, request: Submission, body: SampleBody, limit: int, params: DecodeParams, pending: Pending
+  ) -> Iterator[ServedCompletion]:
+    ask, prompt = body.sampling_params, body.tokens
+    seed = self._ledger.seed_for(request.target, request.seq) if ask.seed is None else ask.seed
+    keys = self._base.worker.engine.completion_keys(jax.random.key(seed), 1, body.num_samples)[0]
+    stop = None
+    if ask.stop and isinstance(ask.stop[0], str):
+      stop = new_search(self._base.worker.chat, ask.stop)
+    elif ask.stop:
+      stop = StopTokens(ask.stop)
+    for i, key in enumerate(keys):
+      yield ServedCompletion(
+        prompt=Prompt(prompt),
+        key=np.asarray(key),
+        limit=limit,
+        sampling=(ask.temperature, max(ask.top_k, 0), ask.top_p, 0.0),
+        wants_alternatives=bool(body.topk_sample_logprobs),
+        stop=stop,
+        deliver=functools.partial(pending.deliver, i),
+        params=params,
+      )
 
   def _record(self, request: Submission, pending: Pending) -> None:
     self._pending.pop(request.id, None)

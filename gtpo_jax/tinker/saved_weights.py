@@ -24,8 +24,7 @@ import safetensors.numpy
 from pydantic import BaseModel, Field
 
 from gtpo_jax.models.hf.folder import MANIFEST
-from gtpo_jax.serving.api_errors import ApiError, bad
-from gtpo_jax.serving.requests import shown
+from gtpo_jax.serving.requests import ApiError, bad, shown
 
 TRAINING, SAMPLER, STATE = "weights", "sampler_weights", "state"
 KINDS = {TRAINING: "training", SAMPLER: "sampler"}  # with the protocol's name
@@ -128,10 +127,6 @@ class Saved(NamedTuple):
         f"{self.path} is damaged: its files are not as they were saved; load other weights"
       ) from None
 
-  def delete(self) -> None:
-    """Deletes the weights."""
-    shutil.rmtree(self.folder)
-
   def describe(self) -> dict[str, Any]:
     """Returns what the protocol says of a checkpoint."""
     about = self.about
@@ -143,16 +138,14 @@ class Saved(NamedTuple):
       "size_bytes": sum(file.stat().st_size for file in self.folder.iterdir()),
       "public": False,
       "user_metadata": about.metadata,
-      "expires_at": _time(about.expires),
+      "expires_at": about.expires and _time(about.expires),
     }
 
 
 def read_saved(folder: Path, expired: bool = False) -> Saved | None:
-  """Returns the weights in a folder; None if there are none, or it does not say whose.
+  """Returns the weights in a folder; None without a readable note, or if their time is over.
 
-  Args:
-    folder: the folder.
-    expired: whether to return expired ones too.
+  `expired` ones are returned too if they are asked for.
   """
   try:
     about = About.model_validate_json((folder / ABOUT).read_bytes())
@@ -175,16 +168,12 @@ class Store:
         os.replace(old, folder)
     self.expire()
 
-  def folder(self, run: str, kind: str, name: str) -> Path:
-    """Returns where weights are or will be."""
+  def folder(self, run: str, kind: str, name: str = "") -> Path:
+    """Returns where weights are or will be; without a name, where all of a kind are."""
     return self._root / run.replace(":", "-") / kind / name
 
   def find(self, owner: str, path: Any) -> Saved:
-    """Returns the weights that a client names.
-
-    Raises:
-      ApiError: there are none, or they are another client's.
-    """
+    """Returns the weights that a client names."""
     parts = path.removeprefix("tinker://").split("/") if isinstance(path, str) else []
     right = len(parts) == 3 and parts[1] in KINDS and NAME.fullmatch(parts[2])
     if right and NAME.fullmatch(parts[0].replace(":", "-")):
@@ -225,42 +214,40 @@ class Store:
 
   def of_sampler(self, source: dict[str, Any]) -> Saved | None:
     """Returns the weights that a sampler samples from, for live ones the newest; None if gone."""
-    folder = self.folder(source["run"], source["kind"], source["name"])
+    folder = self.folder(*source["path"].removeprefix("tinker://").split("/"))
     if source["live"]:
       folder = max(_numbered(folder.parent, EPHEMERAL).items(), default=(0, folder))[1]
     with self._still:
       return read_saved(folder)
 
-  def snapshot(self, run: str) -> Saved | None:
-    """Returns the newest state of a model; None if there is none.
+  def snapshot(self, run: str) -> Saved:
+    """Returns the newest state of a model.
 
     Raises:
-      ApiError: it is damaged.
+      ApiError: there is none, or it is damaged.
     """
-    states = _numbered(self._root / run.replace(":", "-") / STATE)
-    if not states:
-      return None
-    saved = read_saved(states[max(states)])
-    if saved is None:
-      raise bad(f"the state of {run} is damaged; make a new model, from saved weights for example")
-    return saved
+    seq = self.snapshot_seq(run)
+    if seq < 0:
+      raise bad("the model was not created")
+    if saved := read_saved(self.folder(run, STATE, str(seq))):
+      return saved
+    raise bad(f"the state of {run} is damaged; make a new model, from saved weights for example")
 
   def snapshot_seq(self, run: str) -> int:
     """Returns the number of the last request whose effect is in `snapshot`; -1 for none."""
-    return max(_numbered(self._root / run.replace(":", "-") / STATE), default=-1)
+    return max(_numbered(self.folder(run, STATE)), default=-1)
 
   def tidy(self, run: str, newest: int) -> None:
     """Deletes the states of a model before the newest, and weights that no sampler needs."""
-    root = self._root / run.replace(":", "-")
-    old = [folder for seq, folder in _numbered(root / STATE).items() if seq < newest]
-    old += [x for _, x in sorted(_numbered(root / SAMPLER, EPHEMERAL).items())[:-KEPT_EPHEMERAL]]
-    for folder in old:
+    old = [x for seq, x in _numbered(self.folder(run, STATE)).items() if seq < newest]
+    ephemeral = sorted(_numbered(self.folder(run, SAMPLER), EPHEMERAL).items())
+    for folder in old + [x for _, x in ephemeral[:-KEPT_EPHEMERAL]]:
       shutil.rmtree(folder)
 
   def drop(self, run: str) -> None:
     """Deletes what only the session of a model has used."""
-    root = self._root / run.replace(":", "-")
-    for folder in (root / STATE, *_numbered(root / SAMPLER, EPHEMERAL).values()):
+    ephemeral = _numbered(self.folder(run, SAMPLER), EPHEMERAL).values()
+    for folder in (self.folder(run, STATE), *ephemeral):
       shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -270,9 +257,7 @@ def _numbered(root: Path, start: str = "") -> dict[int, Path]:
   return {int(number): folder for number, folder in named if number.isdecimal()}
 
 
-def _time(seconds: float | None) -> str | None:
-  if seconds is None:
-    return None
+def _time(seconds: float) -> str:
   return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
 
 

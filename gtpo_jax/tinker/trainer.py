@@ -7,20 +7,19 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.serving.api_errors import ApiError, bad
-from gtpo_jax.serving.requests import checked, parse_object
-from gtpo_jax.tinker.bodies import LoadBody, SaveBody, SaveForSamplerBody, StepBody
+from gtpo_jax.serving.requests import ApiError, bad, checked, parse_object
+from gtpo_jax.tinker.bodies import OF_MODELS, LoadBody, SaveBody, SaveForSamplerBody, StepBody
 from gtpo_jax.tinker.entropy_credit import shape, split_credit
-from gtpo_jax.tinker.ledger import CREATE, GONE_S, LOAD, REFUSED, RETRY_S, Ledger
+from gtpo_jax.tinker.ledger import GONE_S, RETRY_S, Ledger
 from gtpo_jax.tinker.losses import Loss, make_loss
-from gtpo_jax.tinker.models import ServedBase, TrainedModel
+from gtpo_jax.tinker.models import ServedBase, StepSettings, TrainedModel
 from gtpo_jax.tinker.saved_weights import (
   EPHEMERAL,
   SAMPLER,
@@ -30,53 +29,52 @@ from gtpo_jax.tinker.saved_weights import (
   Store,
   read_saved,
 )
-from gtpo_jax.tinker.training_programs import StepSettings
 from gtpo_jax.tinker.wire import (
+  CREATE,
   ERROR,
+  FORWARD_BACKWARD,
   JSON,
+  LOAD,
+  OPTIM_STEP,
   PROTO,
-  Batch,
+  REFUSED,
+  SAVE,
+  SAVE_FOR_SAMPLER,
+  Datum,
   StoredResult,
   Submission,
   loss_output,
   parse_batch,
-  read_batch,
+  read_config,
+  read_data,
   refusal,
 )
 
-FORWARD_BACKWARD, OPTIM_STEP = "forward_backward", "optim_step"
-SAVE, SAVE_FOR_SAMPLER = "save_weights", "save_weights_for_sampler"
 CHANGES = (CREATE, LOAD, FORWARD_BACKWARD, OPTIM_STEP)  # what is carried out again
 SNAPSHOT_S = 60.0  # of computing, after which a model's state is saved
 SNAPSHOT_RATIO = 30.0  # or so many times the time that this takes, if that is less
-FIRST_SNAPSHOT_S = 0.1  # what it is assumed to take
 
 
 class Trainer:
-  """Carries out the requests of a ledger, each by the function of its operation."""
+  """Carries out the requests of a ledger, each by the function of its operation.
+
+  There are at most `most` models, which begin with `base`, and whose weights are saved in `store`.
+  """
 
   def __init__(self, base: ServedBase, ledger: Ledger, store: Store, most: int):
-    """Args:
-    base: the model that others begin with.
-    ledger: has the requests, and knows which models there are and what was sampled.
-    store: where weights and snapshots are saved.
-    most: how many models there may be.
-    """
     self._base = base
     self._ledger = ledger
     self._store = store
     self._most = most
     self._models: dict[str, TrainedModel] = {}  # in memory
-    self._since_snapshot: dict[str, float] = {}  # seconds of computing, by model
-    self._snapshot_s: dict[str, float] = {}  # how long the last one took
-    self._by_name: dict[str, Callable[[Submission], StoredResult]] = {
+    self._by_name: dict[str, Callable[[Submission, Any], StoredResult]] = {
       CREATE: self._create,
       LOAD: self._load,
       FORWARD_BACKWARD: self._loss,
       OPTIM_STEP: self._step,
       SAVE: self._save,
       SAVE_FOR_SAMPLER: self._save_for_sampler,
-      REFUSED: lambda request: StoredResult(ERROR, b"the request was refused", "user"),
+      REFUSED: lambda *_: StoredResult(ERROR, b"the request was refused", "user"),
     }
     self._thread = threading.Thread(target=self._run, name="gtpo trainer", daemon=True)
     self._thread.start()
@@ -92,21 +90,24 @@ class Trainer:
     while taken := self._ledger.take():
       request, known = taken
       began = time.perf_counter()
-      if known and (known.kind == ERROR or not is_change(request)):
+      again = known and known.kind != ERROR and request.op in CHANGES
+      if again and request.op == FORWARD_BACKWARD:
+        again = not parse_batch(request.body).forward_only
+      if known and not again:
         self._ledger.finish(request, known)
         continue
       try:
-        outcome = self._by_name[request.op](request)
+        kind = OF_MODELS.get(request.op)
+        body = kind and checked(kind, parse_object(request.body))
+        outcome = self._by_name[request.op](request, body)
       except Exception as error:
         outcome = refusal(error, request.op)
       self._ledger.finish(request, known or outcome)
       self._forget_ended()
-      name = request.target
-      if name in self._models:
-        spent = self._since_snapshot.get(name, 0.0) + time.perf_counter() - began
-        self._since_snapshot[name] = spent
-        if spent > min(SNAPSHOT_S, SNAPSHOT_RATIO * self._snapshot_s.get(name, FIRST_SNAPSHOT_S)):
-          self.snapshot(name, request.seq)
+      if model := self._models.get(request.target):
+        model.since_snapshot_s += time.perf_counter() - began
+        if model.since_snapshot_s > min(SNAPSHOT_S, SNAPSHOT_RATIO * model.snapshot_s):
+          self.snapshot(request.target, request.seq)
 
   # Models in memory, and their snapshots.
 
@@ -114,8 +115,6 @@ class Trainer:
     """Returns a model, which is read from its snapshot after a restart."""
     if name not in self._models:
       saved = self._store.snapshot(name)
-      if saved is None:
-        raise bad("the model was not created")
       self._models[name] = TrainedModel(self._base, saved.about.spec, saved)
     return self._models[name]
 
@@ -123,8 +122,7 @@ class Trainer:
     """Forgets the models whose sessions are over, and deletes their states."""
     while self._ledger.ended:
       name = self._ledger.ended.popleft()
-      for named in (self._models, self._since_snapshot, self._snapshot_s):
-        named.pop(name, None)
+      self._models.pop(name, None)
       self._store.drop(name)
 
   def _make_space(self, name: str, full: bool) -> None:
@@ -144,31 +142,31 @@ class Trainer:
   def snapshot(self, name: str, seq: int) -> bool:
     """Saves the state of a model after the request `seq`; returns whether it could."""
     began = time.perf_counter()
+    model = self._models[name]
     try:
       folder = self._store.folder(name, STATE, str(seq))
       if not folder.exists():
         about = {"run": name, "owner": self._ledger.owner(name)}
-        self._models[name].save(folder, about, moments=True, export=False)
+        model.save(folder, about, moments=True, export=False)
       self._ledger.saved(name, seq)
       self._store.tidy(name, seq)
     except Exception as error:  # of disks, and of devices; its requests stay in the ledger
       print(f"gtpo: the state of a model was not saved: {first_line(error)}", file=sys.stderr)
       return False
     finally:
-      self._since_snapshot[name] = 0.0
-      self._snapshot_s[name] = time.perf_counter() - began
+      model.since_snapshot_s = 0.0
+      model.snapshot_s = time.perf_counter() - began
     return True
 
   # Operations.
 
-  def _create(self, request: Submission) -> StoredResult:
+  def _create(self, request: Submission, body: None) -> StoredResult:
     spec = Spec(**self._ledger.spec(request.target))
     self._make_space(request.target, full=not spec.rank)
     self._models[request.target] = TrainedModel(self._base, spec)
     return _json({"model_id": request.target, "type": "create_model"})
 
-  def _load(self, request: Submission) -> StoredResult:
-    body = checked(LoadBody, parse_object(request.body))
+  def _load(self, request: Submission, body: LoadBody) -> StoredResult:
     name = request.target
     if self._ledger.snapshots[name] < request.seq:
       saved = self._store.find(self._ledger.owner(name), body.path)
@@ -177,7 +175,7 @@ class Trainer:
         self._make_space(name, full=not spec.rank)
         self._models[name] = TrainedModel(self._base, spec, saved, body.optimizer)
       else:
-        self._get(name).load(saved.about.spec, saved, body.optimizer)
+        self._get(name).load(saved, body.optimizer)
       # What was read may change, so its effect is saved before the client hears of it.
       while not self.snapshot(name, request.seq):
         if self._ledger.closed:
@@ -185,37 +183,33 @@ class Trainer:
         time.sleep(RETRY_S)
     return _json({"path": body.path, "type": "load_weights"})
 
-  def _loss(self, request: Submission) -> StoredResult:
-    batch, loss, algorithm = read_loss(parse_batch(request.body), self._base)
+  def _loss(self, request: Submission, body: None) -> StoredResult:
+    batch = read_batch(parse_batch(request.body), self._base)
     data, metrics = batch.data, {}
-    if algorithm:
+    if batch.credit:
       ends = np.cumsum([len(datum.tokens) for datum in data])
       entropies = np.split(np.frombuffer(request.drawn, np.float32), ends[:-1])
-      data, metrics = shape(algorithm, data, entropies)
-    outputs, total = self._get(request.target).run(data, loss, batch.forward_only)
+      data, metrics = shape(batch.credit, data, entropies)
+    outputs, total = self._get(request.target).run(data, batch.loss, batch.forward_only)
     metrics["loss:sum"] = total
     return StoredResult(PROTO, loss_output(outputs, len(data), metrics))
 
-  def _step(self, request: Submission) -> StoredResult:
-    params = checked(StepBody, parse_object(request.body)).adam_params
-    settings = StepSettings(*(np.float32(value) for _, value in params))
+  def _step(self, request: Submission, body: StepBody) -> StoredResult:
+    settings = StepSettings(*(np.float32(value) for _, value in body.adam_params))
     return _json({"metrics": self._get(request.target).step(settings)})
 
-  def _save(self, request: Submission) -> StoredResult:
-    body = checked(SaveBody, parse_object(request.body))
+  def _save(self, request: Submission, body: SaveBody) -> StoredResult:
     path = self._write(request, TRAINING, body.path or f"{request.seq:06d}", body)
     return _json({"path": path, "type": "save_weights"})
 
-  def _save_for_sampler(self, request: Submission) -> StoredResult:
-    body = checked(SaveForSamplerBody, parse_object(request.body))
+  def _save_for_sampler(self, request: Submission, body: SaveForSamplerBody) -> StoredResult:
     answer = {"type": "save_weights_for_sampler"}
     path = self._write(request, SAMPLER, body.path, body)
     if body.path:
       answer["path"] = path
     if body.sampling_session_seq_id is not None:
       sampler = f"{request.target.split(':')[0]}:sample:{body.sampling_session_seq_id}"
-      live = body.kind == "inflight"
-      source = {"run": request.target, "kind": SAMPLER, "name": path.split("/")[-1], "live": live}
+      source = {"path": path, "live": body.kind == "inflight"}
       source["model"] = self._ledger.spec(request.target)["base_model"]
       source["saved_by"] = f"{request.target.partition(':')[2]}:{request.seq}"
       self._ledger.add_sampler(sampler, source)
@@ -249,33 +243,34 @@ class Trainer:
     return f"tinker://{run}/{kind}/{folder.name}"
 
 
-def is_change(request: Submission) -> bool:
-  """Whether a request changes its model, so that it is carried out again after a restart."""
-  if request.op == FORWARD_BACKWARD:
-    return not parse_batch(request.body).forward_only
-  return request.op in CHANGES
+class Batch(NamedTuple):
+  """A request to compute a loss.
 
-
-def read_loss(message: Any, base: ServedBase) -> tuple[Batch, Loss, Algorithm | None]:
-  """Returns the arrays of a request, its loss, and the recipe of its credit.
-
-  Args:
-    message: from `parse_batch`.
-    base: the model that is trained.
-
-  Raises:
-    ApiError: something is missing or wrong.
-    UserError: a setting of the recipe is out of bounds.
+  Attributes:
+    data: the sequences.
+    loss: the loss with its settings.
+    credit: the recipe that makes the advantages; None for those that were sent.
+    forward_only: whether no gradient is wanted.
   """
-  batch = read_batch(message, base.vocab, base.longest)
-  algorithm, config = split_credit(batch.loss, batch.config)
-  loss = make_loss(batch.loss, config)
-  for i, datum in enumerate(batch.data):
-    if missing := [name for name in loss.needs if name not in datum.inputs]:
-      raise bad(f"data[{i}]: {batch.loss} needs {', '.join(missing)}")
-    if unread := [name for name in datum.inputs if name not in loss.reads]:
-      raise bad(f"data[{i}]: {batch.loss} does not read {unread[0][:80]}; leave it out")
-  return batch, loss, algorithm
+
+  data: Sequence[Datum]
+  loss: Loss
+  credit: Algorithm | None
+  forward_only: bool
+
+
+def read_batch(message: Any, base: ServedBase) -> Batch:
+  """Returns a request to compute a loss, from the message of `parse_batch`."""
+  name = message.loss_fn
+  data = read_data(message, base.vocab, base.longest)
+  algorithm, config = split_credit(name, read_config(message))
+  loss = make_loss(name, config)
+  for i, datum in enumerate(data):
+    if missing := [x for x in loss.needs if x not in datum.inputs]:
+      raise bad(f"data[{i}]: {name} needs {', '.join(missing)}")
+    if unread := [x for x in datum.inputs if x not in loss.reads]:
+      raise bad(f"data[{i}]: {name} does not read {unread[0][:80]}; leave it out")
+  return Batch(data, loss, algorithm, message.forward_only)
 
 
 def _json(values: dict[str, Any]) -> StoredResult:

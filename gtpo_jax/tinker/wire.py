@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,30 +13,17 @@ from google.protobuf.message import DecodeError
 
 from gtpo_jax.runtime.device_errors import OUT_OF_MEMORY, status
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.api_errors import ApiError, bad
-from gtpo_jax.serving.requests import one_line
-from gtpo_jax.tinker.schema import BFLOAT16, CLASSES, FLOAT32, INT32, INT64, LENGTH, STOP
+from gtpo_jax.serving.requests import ApiError, bad, one_line
+from gtpo_jax.tinker.schema import BFLOAT16, CLASSES, FLOAT32, INT32, INT64
 
 JSON, PROTO, ERROR = "json", "proto", "error"  # what a result is
+# Operations: the paths of the protocol, and requests that were refused.
+CREATE, LOAD, SAMPLE, REFUSED = "create_model", "load_weights", "asample", "refused"
+FORWARD_BACKWARD, OPTIM_STEP = "forward_backward", "optim_step"
+SAVE, SAVE_FOR_SAMPLER = "save_weights", "save_weights_for_sampler"
 TARGETS = "target_tokens"
-MISSING = np.float32(np.nan)  # the log-prob of a prompt's first token
-NO_TOKEN = np.float32(-99999.0)  # of a cell without a token
 DTYPES = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32, BFLOAT16: np.uint16}
 MAX_LENGTH = 1 << 20  # tokens of a datum, whatever the model
-
-
-class ClientSession(NamedTuple):
-  """A client.
-
-  Attributes:
-    id: known to the client.
-    owner: a digest of its key.
-    number: how many sessions had a model or a sampler before this one; -1 if it has none.
-  """
-
-  id: str
-  owner: str
-  number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +38,7 @@ class Submission:
     drawn: f32[tokens of all data] as bytes, for credit: the entropies of tokens that were sampled
       here, NaN for others.
     digest: of the path and the body that were sent.
+    spec: of the new model that it makes.
   """
 
   op: str
@@ -59,6 +47,7 @@ class Submission:
   body: bytes
   drawn: bytes = b""
   digest: bytes = b""
+  spec: dict[str, Any] | None = None
 
   @property
   def id(self) -> str:
@@ -84,12 +73,7 @@ class StoredResult:
 
 
 def refusal(error: Exception, what: str) -> StoredResult:
-  """Returns the outcome of a request that has failed; an unexpected error is printed.
-
-  Args:
-    error: what was raised.
-    what: was under way, for the log.
-  """
+  """Returns the outcome of a request that has failed in `what`; an unexpected error is printed."""
   if isinstance(error, UserError):
     error = one_line(error)
   if isinstance(error, ApiError):
@@ -135,48 +119,16 @@ class Datum:
   spans: tuple[SampledSpan, ...] | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-  """A request to compute a loss.
-
-  Attributes:
-    data: the sequences.
-    loss: the name of the loss.
-    config: its settings.
-    forward_only: whether no gradient is wanted.
-  """
-
-  data: tuple[Datum, ...]
-  loss: str
-  config: Mapping[str, float | str]
-  forward_only: bool
-
-
 def parse_batch(body: bytes) -> Any:
-  """Returns the message of a request to compute a loss.
-
-  Raises:
-    ApiError: the body is no such message.
-  """
+  """Returns the message of a request to compute a loss."""
   try:
     return CLASSES["ForwardBackwardRequest"].FromString(body)
   except (DecodeError, RecursionError):
     raise bad("the body is not the protobuf of a ForwardBackwardRequest") from None
 
 
-def read_batch(message: Any, vocab: int, longest: int) -> Batch:
-  """Returns the arrays of a request.
-
-  Args:
-    message: from `parse_batch`.
-    vocab: token ids are below this.
-    longest: the most tokens of a sequence.
-
-  Raises:
-    ApiError: an array is missing or wrong, or asks for what the server cannot do.
-  """
-  if not message.data:
-    raise bad("data is empty; send at least one datum")
+def read_config(message: Any) -> dict[str, float | str]:
+  """Returns the settings of a message's loss."""
   # The newer map has everything that the older one has, and texts.
   config: dict[str, float | str] = dict(message.loss_fn_config)
   for name, value in message.loss_fn_config_v2.items():
@@ -184,13 +136,23 @@ def read_batch(message: Any, vocab: int, longest: int) -> Batch:
   for name, value in config.items():
     if not isinstance(value, str) and not np.isfinite(value):
       raise bad(f"loss_fn_config: {name[:80]} must be finite, got {value}")
-  data = []
-  for i, datum in enumerate(message.data):
+  return config
+
+
+def read_data(message: Any, vocab: int, longest: int) -> tuple[Datum, ...]:
+  """Returns the arrays of a message, of at most `longest` tokens with ids below `vocab`."""
+  if not message.data:
+    raise bad("data is empty; send at least one datum")
+  return tuple(of_each(lambda x: _read_datum(x, vocab, min(longest, MAX_LENGTH)), message.data))
+
+
+def of_each(read: Callable[[Any], Any], data: Iterable[Any]) -> Iterator[Any]:
+  """Yields what `read` returns of each datum; an error says of which one it is."""
+  for i, datum in enumerate(data):
     try:
-      data.append(_read_datum(datum, vocab, min(longest, MAX_LENGTH)))
+      yield read(datum)
     except ApiError as error:
       raise bad(f"data[{i}]: {error.message}") from None
-  return Batch(tuple(data), message.loss_fn, config, message.forward_only)
 
 
 def _read_datum(message: Any, vocab: int, longest: int) -> Datum:
@@ -281,9 +243,7 @@ def loss_output(
     count: the number of data.
     metrics: by name; the part after the colon says how several chunks' are combined.
   """
-  message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
-  for name, value in metrics.items():
-    message.metrics[name] = value
+  message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=metrics)
   record = message.loss_fn_outputs.add(num_datums=count)
   for name, rows in outputs.items():
     offsets = np.cumsum([0, *(row.nbytes for row in rows)], dtype=np.int64)
@@ -294,78 +254,25 @@ def loss_output(
   return message.SerializeToString(deterministic=True)
 
 
-class Top(NamedTuple):
-  """The most probable tokens at some positions: ids i32[s, k] and log-probs f32[s, k]."""
+def write_top(
+  message: Any, alternatives: Sequence[tuple[Sequence[int], Sequence[float]]], k: int
+) -> None:
+  """Writes the `k` most probable tokens at some positions: their ids, and log-probs in nats."""
+  message.length, message.k = len(alternatives), k
+  message.token_ids = np.asarray([ids[:k] for ids, _ in alternatives], np.int32).tobytes()
+  message.logprobs = np.asarray([values[:k] for _, values in alternatives], np.float32).tobytes()
+
+
+class Sample(NamedTuple):
+  """A sampled sequence: its tokens i32[s], and the policy's entropy f32[s] in nats."""
 
   tokens: np.ndarray
-  log_probs: np.ndarray
-
-  def write(self, message: Any) -> None:
-    """Writes them to a message."""
-    message.length, message.k = self.tokens.shape
-    message.token_ids = self.tokens.astype(np.int32).tobytes()
-    message.logprobs = self.log_probs.astype(np.float32).tobytes()
-
-
-@dataclasses.dataclass
-class Sample:
-  """A sampled sequence.
-
-  Attributes:
-    tokens: i32[s].
-    log_probs: f32[s], nats, under softmax(logits).
-    entropy: f32[s], nats, of the policy.
-    stopped: whether it ended by itself, and not at its limit.
-    top: alternatives, if they were asked for.
-  """
-
-  tokens: np.ndarray
-  log_probs: np.ndarray
   entropy: np.ndarray
-  stopped: bool
-  top: Top | None = None
-
-
-def sample_output(
-  samples: Sequence[Sample], prompt_log_probs: np.ndarray | None, prompt_top: Top | None
-) -> bytes:
-  """Returns the result of sampling.
-
-  Args:
-    samples: the sequences.
-    prompt_log_probs: f32[p], NaN for tokens without one; None if they were not asked for.
-    prompt_top: alternatives to the prompt's tokens, if they were asked for.
-  """
-  message = CLASSES["SampleResponse"]()
-  for sample in samples:
-    sequence = message.sequences.add(
-      stop_reason=STOP if sample.stopped else LENGTH,
-      tokens=sample.tokens.astype(np.int32).tobytes(),
-      logprobs=sample.log_probs.astype(np.float32).tobytes(),
-    )
-    if sample.top is not None:
-      sample.top.write(sequence.topk_sampled_logprobs)
-  if prompt_log_probs is not None:
-    message.prompt_logprobs = prompt_log_probs.astype(np.float32).tobytes()
-  if prompt_top is not None:
-    prompt_top.write(message.topk_prompt_logprobs)
-  return message.SerializeToString(deterministic=True)
 
 
 def read_samples(body: bytes, entropy: np.ndarray) -> list[Sample]:
-  """Returns the sequences of `sample_output`.
-
-  Args:
-    body: its result.
-    entropy: f32[number of all tokens].
-  """
-  samples = []
-  start = 0
-  for sequence in CLASSES["SampleResponse"].FromString(body).sequences:
-    tokens = np.frombuffer(sequence.tokens, np.int32)
-    log_probs = np.frombuffer(sequence.logprobs, np.float32)
-    end = start + len(tokens)
-    stopped = sequence.stop_reason == STOP
-    samples.append(Sample(tokens, log_probs, entropy[start:end], stopped))
-    start = end
-  return samples
+  """Returns the sequences of a result of sampling, whose tokens have the entropies f32[...]."""
+  sequences = CLASSES["SampleResponse"].FromString(body).sequences
+  tokens = [np.frombuffer(x.tokens, np.int32) for x in sequences]
+  ends = np.cumsum([len(x) for x in tokens])
+  return list(map(Sample, tokens, np.split(entropy, ends[:-1])))

@@ -19,8 +19,7 @@ from gtpo_jax.sampling.dense.state_shapes import StateShapes
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import Demand, EngineConfig
-from gtpo_jax.serving.generator import Full, Generator
-from gtpo_jax.serving.jobs import ScoreJob, ServedCompletion
+from gtpo_jax.serving.generator import Full, Generator, ScoreJob, ServedCompletion
 
 pytestmark = pytest.mark.slow
 

@@ -458,21 +458,21 @@ def test_a_stream_of_an_answer_with_tools_is_the_whole_answer(chat_with_tools, t
   from openai.types.chat import ChatCompletionChunk
 
   from gtpo_jax.serving.answers import Answers
-  from gtpo_jax.serving.choices import Choice
-  from gtpo_jax.serving.outputs import Output, Part
-  from gtpo_jax.serving.requests import parse_object, read_chat
+  from gtpo_jax.serving.choices import Choice, Part
+  from gtpo_jax.serving.requests import ChatRequest, checked, parse_object
 
   answers = Answers("small", chat_with_tools)
-  request = read_chat(parse_object(json.dumps({"messages": ASK, "tools": [TOOL], "n": 2}).encode()))
+  body = json.dumps({"messages": ASK, "tools": [TOOL], "n": 2}).encode()
+  request = checked(ChatRequest, parse_object(body))
   ids = chat_with_tools.encode(text)
-  choices = [Choice([1], Output(chat_with_tools, None)) for _ in range(2)]
+  choices = [Choice([1], chat_with_tools, None) for _ in range(2)]
 
   async def parts():
     for start in range(0, len(ids), 4):
       for index, choice in enumerate(choices):
         tokens = ids[start : start + 4]
         part = Part(tokens, [-1.0] * len(tokens), [], "stop" if start + 4 >= len(ids) else "")
-        choice.output.add(part)
+        choice.add(part)
         yield index, part
 
   async def received():

@@ -1,16 +1,24 @@
 """What the server reads of a request, and how it refuses the rest."""
 
 import copy
+import functools
 import json
 
 import pytest
 
 from gtpo_jax.cli.serve import model_name
 from gtpo_jax.data.chat import Chat, load_chat
-from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.conversation import Conversations
-from gtpo_jax.serving.requests import parse_object, read_chat, read_completion
+from gtpo_jax.serving.requests import (
+  ApiError,
+  ChatRequest,
+  CompletionRequest,
+  checked,
+  parse_object,
+)
 
+read_chat = functools.partial(checked, ChatRequest)
+read_completion = functools.partial(checked, CompletionRequest)
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
@@ -22,30 +30,25 @@ def fields(**values):
 def test_defaults_are_those_of_the_protocol():
   chat = read_chat(fields(**CHAT))
   assert chat.messages == CHAT["messages"] and chat.tools == ()
-  assert (chat.sampling.temperature, chat.sampling.top_p, chat.sampling.n) == (1, 1, 1)
-  assert chat.sampling.max_tokens is None and chat.sampling.seed is None
+  assert (chat.temperature, chat.top_p, chat.n) == (1, 1, 1)
+  assert chat.limit is None and chat.seed is None
   completion = read_completion(fields(prompt="Hi"))
-  assert completion.prompts == ["Hi"] and completion.sampling.max_tokens == 16
+  assert completion.prompt == ["Hi"] and completion.limit == 16
 
 
 def test_values_are_taken():
   values = {"max_completion_tokens": 5, "max_tokens": 9, "seed": -1, "stop": "x", "top_k": -1}
-  sampling = read_chat(fields(**CHAT, **values, user="me", logit_bias=None)).sampling
-  assert (sampling.max_tokens, sampling.seed, sampling.stop, sampling.top_k) == (
-    5,
-    2**32 - 1,
-    ("x",),
-    0,
-  )
-  assert read_chat(fields(**CHAT, temperature=1e-9)).sampling.temperature == 0
+  sampling = read_chat(fields(**CHAT, **values, user="me", logit_bias=None))
+  assert (sampling.limit, sampling.seed, sampling.stop, sampling.top_k) == (5, 2**32 - 1, ("x",), 0)
+  assert read_chat(fields(**CHAT, temperature=1e-9)).temperature == 0
   assert read_chat(fields(**CHAT, tools=[TOOL])).tools == (TOOL,)
   assert read_chat(fields(**CHAT, tools=[TOOL], tool_choice="none")).tools == ()
   parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
   (message,) = read_chat(fields(messages=[{"role": "user", "content": parts}])).messages
   assert message["content"] == "ab"
-  assert read_completion(fields(prompt=[1, 2])).prompts == [[1, 2]]
-  assert read_completion(fields(prompt=[[1], "a"])).prompts == [[1], "a"]
-  assert read_completion(fields(prompt="a", echo=True, max_tokens=0)).sampling.max_tokens == 0
+  assert read_completion(fields(prompt=[1, 2])).prompt == [[1, 2]]
+  assert read_completion(fields(prompt=[[1], "a"])).prompt == [[1], "a"]
+  assert read_completion(fields(prompt="a", echo=True, max_tokens=0)).limit == 0
 
 
 def test_a_history_is_read_as_programs_write_it():
@@ -56,7 +59,7 @@ def test_a_history_is_read_as_programs_write_it():
   (message,) = chat.messages
   assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
   assert message["reasoning_content"] == "Hm."
-  assert chat.variables == {"enable_thinking": False}
+  assert chat.chat_template_kwargs == {"enable_thinking": False}
 
 
 def test_variables_and_thinking_reach_the_template():

@@ -346,7 +346,7 @@ MODELS = [
   ({"lora_config": []}, "lora_config must be"),
   ({"lora_config": "small"}, "lora_config must be"),
   ({"lora_config": False}, "lora_config must be"),
-  ({"optimizer_config": {"type": "dimuon"}}, "use adamw"),
+  ({"optimizer_config": {"type": "dimuon"}}, "must be 'adamw'"),
   ({"optimizer_config": {"type": "adamw", "beta1": 0.9}}, "unknown field"),
   ({"user_metadata": nested(700)}, "not valid JSON"),
   ({"user_metadata": {"a": [HALF]}}, "not valid JSON"),

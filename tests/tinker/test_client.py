@@ -162,7 +162,7 @@ def test_credit_shapes_advantages_by_recorded_entropies(service, server):
   own = [training.forward([datum], "cross_entropy") for datum in _supervised(sequences)]
   entropies = [x.result().loss_fn_outputs[0]["entropy"].data for x in own]
   records = {
-    x.sequence_id: Sample(np.asarray(x.tokens), None, np.asarray(e[3:], np.float32), True)
+    x.sequence_id: Sample(np.asarray(x.tokens), np.asarray(e[3:], np.float32))
     for x, e in zip(sequences, entropies, strict=True)
   }
   inputs = [_read(datum) for datum in data]

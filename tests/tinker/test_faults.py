@@ -1,5 +1,6 @@
 """Damaged files, weights that are gone, and restarts: one line for who asked, and others go on."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from protocol import backward, create, post, result, send, step
 
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.tinker import ledger as ledgers
-from gtpo_jax.tinker import saved_weights
+from gtpo_jax.tinker import models, saved_weights, trainer
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
@@ -148,6 +149,30 @@ def test_a_damaged_state(model, tmp_path, how):
     create(url, number=2, session=session)
 
 
+def test_weights_stay_if_no_others_can_take_their_place(model, tmp_path, monkeypatch):
+  with running(options_for(model, tmp_path)) as (url, _):
+    _, name = create(url)
+    path = save(url, name, 1)["path"]
+    (folder,) = tmp_path.glob("runs/*/weights/a")
+    before = {x.name: x.read_bytes() for x in folder.iterdir()}
+    backward(url, name, 2)
+    step(url, name, 3)
+
+    def fill(model, params, out, *rest):
+      out.mkdir()
+      (out / "adapter_model.safetensors").write_bytes(bytes(99))
+      raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(models, "save_adapter", fill)
+    answer = save(url, name, 4, overwrite=True)
+    assert "cannot write weights" in answer["error"] and answer["category"] == "server"
+    monkeypatch.undo()
+    assert [x.name for x in folder.parent.iterdir()] == ["a"]
+    assert {x.name: x.read_bytes() for x in folder.iterdir()} == before
+    assert save(url, name, 5, overwrite=True)["path"] == path  # now there is space
+    assert (folder / "training.arrays").read_bytes() != before["training.arrays"]
+
+
 def test_weights_expire(model, tmp_path, monkeypatch):
   with running(options_for(model, tmp_path)) as (url, opened):
     session, name = create(url)
@@ -248,6 +273,7 @@ def test_weights_that_would_not_be_finite(model, tmp_path):
 
 
 def test_sessions_of_silent_clients_end(model, tmp_path, monkeypatch):
+  monkeypatch.setattr(trainer, "SNAPSHOT_RATIO", 1e9)  # none is saved on its own, however slow
   with running(options_for(model, tmp_path)) as (url, opened):
     session, name = create(url)
     sampled(url, session, 0, base_model="tiny")
@@ -256,9 +282,9 @@ def test_sessions_of_silent_clients_end(model, tmp_path, monkeypatch):
     step(url, name, 2)
     opened._trainer.snapshot(name, 2)
     assert list(tmp_path.glob(f"runs/{session}*/state/*"))
-    monkeypatch.setattr(ledgers, "DROPPED_S", 0.0)
-    create(url)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+      patch.setattr(ledgers, "DROPPED_S", 0.0)
+      create(url)
     for old in (session, other):
       assert post(url, "session_heartbeat", session_id=old)[0] == 410
     tables = ("sessions", "models", "samplers", "requests", "bodies", "results")

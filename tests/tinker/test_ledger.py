@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.api_errors import ApiError
-from gtpo_jax.tinker.ledger import SAMPLE, Ledger
-from gtpo_jax.tinker.wire import ERROR, JSON, StoredResult, Submission
+from gtpo_jax.serving.requests import ApiError
+from gtpo_jax.tinker.ledger import Ledger
+from gtpo_jax.tinker.wire import ERROR, JSON, SAMPLE, StoredResult, Submission
 
 BODY = b'{"x": 1}' * 40
 DONE = StoredResult(JSON, b"{}")
@@ -29,7 +29,7 @@ def model_of(ledger):
   session = ledger.open_session("me")
   ledger.number_session(session)
   model = f"{session}:train:0"
-  ledger.submit(Submission("create_model", model, 0, BODY, digest=b"0"), spec={"rank": 4})
+  ledger.submit(Submission("create_model", model, 0, BODY, digest=b"0", spec={"rank": 4}))
   return model
 
 

@@ -13,10 +13,10 @@ from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.config import Lora
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.runtime.mesh import single_device_mesh
-from gtpo_jax.serving.api_errors import ApiError
+from gtpo_jax.serving.requests import ApiError
 from gtpo_jax.tinker.datum_batches import divide, loss_begins, prompt_width
 from gtpo_jax.tinker.losses import SETTINGS, make_loss
-from gtpo_jax.tinker.training_programs import StepSettings, make_programs
+from gtpo_jax.tinker.models import StepSettings, make_programs
 from gtpo_jax.tinker.wire import Datum
 
 MODEL = Transformer(dataclasses.replace(TOY, lora=Lora(4)), single_device_mesh())
@@ -193,7 +193,7 @@ def test_groups_of_any_size_are_divided_with_little_padding():
   loss = make_loss("cross_entropy", {})
   parts = list(divide(data, [loss_begins(x) for x in data], loss, 1, 0, "cpu"))
   assert sorted(index for _, places in parts for index, _, _ in places) == list(range(13))
-  rows = parts[0].rows
+  rows, _ = parts[0]
   assert rows.tokens.shape == (1, 16, 8)
   assert rows.prompts.tokens[0, -3:].tolist() == [1, 2, 3]
   assert rows.targets[0, 0, :2].tolist() == [3, 4]

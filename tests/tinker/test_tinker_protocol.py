@@ -72,7 +72,7 @@ def test_keys_and_hosts(url, model, tmp_path):
   [
     ("create_model", {"base_model": "other"}, 400, "this server has 'tiny'"),
     ("create_model", {"lora_config": {"rank": 1000}}, 400, "limit of 128"),
-    ("create_model", {"optimizer_config": {"type": "dimuon"}}, 400, "use adamw"),
+    ("create_model", {"optimizer_config": {"type": "dimuon"}}, 400, "must be 'adamw'"),
     ("create_model", {"model_seq_id": -1}, 400, "model_seq_id"),
     ("create_sampling_session", {"model_path": "tinker://a/weights/../x"}, 404, "no weights"),
     ("load_weights", {"path": "tinker://a/b/c", "optimizer": True}, 404, "no weights"),

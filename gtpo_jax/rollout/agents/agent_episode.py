@@ -25,11 +25,9 @@ from gtpo_jax.rollout.agents.calls import Agent, AgentCall
 from gtpo_jax.rollout.agents.conversations import Conversation, Transcript
 from gtpo_jax.rollout.agents.endpoint import Endpoint
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.api_errors import ApiError
-from gtpo_jax.serving.choices import Job
+from gtpo_jax.serving.choices import Job, Part
 from gtpo_jax.serving.conversation import Conversations
-from gtpo_jax.serving.outputs import Part
-from gtpo_jax.serving.requests import one_line
+from gtpo_jax.serving.requests import ApiError, one_line
 
 
 class Requests:
@@ -169,9 +167,8 @@ class AgentEpisode(Playing):
       if read := self._read(job):
         conversation, tokens = read
         left = self._transcript.tokens_left
-        sampling = job.request.sampling
-        limit = min(sampling.max_tokens or left, left)
-        drawn = await self.writer.turn(tokens, conversation.number, limit, sampling.stop)
+        limit = min(job.request.limit or left, left)
+        drawn = await self.writer.turn(tokens, conversation.number, limit, job.request.stop)
         job.deliver(self._take(job, conversation, drawn))
     except End as end:
       job.fail(_gone(end.stop))
@@ -204,7 +201,7 @@ class AgentEpisode(Playing):
       End: it reaches a limit.
     """
     part = Part(drawn.tokens, drawn.log_probs, [], "stop" if drawn.finished else "length")
-    text = job.choices[0].output.text_with(part)
+    text = job.choices[0].text(part)
     turn = self._transcript.answer(conversation, part.tokens, text)
     left = self._transcript.tokens_left
     self._turns.append(dataclasses.replace(turn, index=len(self._turns), tokens_left=left))

@@ -11,9 +11,8 @@ from gtpo_jax.environments.tokens import CHARS_PER_TOKEN, TurnTokens
 from gtpo_jax.environments.turns import Stop, Turn
 from gtpo_jax.environments.writers import End
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.api_errors import bad
 from gtpo_jax.serving.conversation import Conversations
-from gtpo_jax.serving.requests import ChatRequest
+from gtpo_jax.serving.requests import ChatRequest, bad
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -86,7 +85,7 @@ class Transcript:
       raise End(Stop.CONTEXT)
     found = self._continued(request)
     if found is None:
-      ids = self._codec.encode(request.messages, request.tools, request.variables)
+      ids = self._codec.encode(request.messages, request.tools, request.chat_template_kwargs)
       if ids[: len(self._start)] != self._start:
         raise bad("the chat template begins this conversation with another token than others")
       ids = ids[len(self._start) :]

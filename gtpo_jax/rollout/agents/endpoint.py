@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable
@@ -13,12 +12,10 @@ from starlette.requests import Request
 
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.serving.answers import Answers
-from gtpo_jax.serving.api_errors import bad
 from gtpo_jax.serving.app import chat_routes
-from gtpo_jax.serving.choices import Choice, Job
+from gtpo_jax.serving.choices import Choice, Job, new_search
 from gtpo_jax.serving.http import answering, bearer, listen, make_server, read_fields, starlette_app
-from gtpo_jax.serving.outputs import Output, new_search
-from gtpo_jax.serving.requests import read_chat
+from gtpo_jax.serving.requests import ChatRequest, bad, checked
 
 HOST = "127.0.0.1"
 NAME = "policy"  # of the model
@@ -61,15 +58,14 @@ class Endpoint:
     asyncio.run(self._server.serve(sockets=[self._listener]))
 
   async def _start_job(self, request: Request, fields: dict[str, Any]) -> Job:
-    read = read_chat(fields)
-    sampling = read.sampling
-    if sampling.n > 1:
+    read = checked(ChatRequest, fields)
+    if read.n > 1:
       raise bad("n is 1 in training; send several requests", "n")
-    if sampling.top:
+    if read.top:
       raise bad("top_logprobs is 0 in training; leave it out", "top_logprobs")
-    sampling = dataclasses.replace(sampling, stop=(*self._stop, *sampling.stop))
-    job = Job(dataclasses.replace(read, sampling=sampling))
-    job.choices.append(Choice([], Output(self._chat, new_search(self._chat, sampling.stop))))
+    stop = (*self._stop, *read.stop)
+    job = Job(read.model_copy(update={"stop": stop}))
+    job.choices.append(Choice([], self._chat, new_search(self._chat, stop)))
     job.left = 1
     self._submit(bearer(request), job)
     return job
