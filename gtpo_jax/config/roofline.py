@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -113,7 +114,9 @@ def sample_seconds(
 SAMPLING_SHARE = 0.3
 UPDATE_SHARE = 0.34
 # What a core of a CPU reached, in float32: FLOP per second of matrix products, and beside these the
-# seconds of a token and layer in the update, and of a step of decoding and a layer.
+# seconds of a token and layer in the update, and of a step of decoding and a layer. NumPy's product
+# of two matrices, by which other CPUs are compared with it, reached CPU_PRODUCT_FLOPS.
+CPU_PRODUCT_FLOPS = 90e9
 CPU_UPDATE_FLOPS = 220e9
 CPU_SAMPLING_FLOPS = 110e9
 CPU_TOKEN_S = 18e-6
@@ -153,8 +156,29 @@ class Expected(NamedTuple):
     return warm_start + len(steps) * self.step + evaluations * self.evaluation
 
 
+def cpu_speed() -> float:
+  """Returns how fast this CPU multiplies matrices beside what else it does; 1 as measured."""
+  x = np.ones((1024, 1024), np.float32)
+  seconds = []
+  for _ in range(7):
+    began = time.perf_counter()
+    x @ x
+    seconds.append(time.perf_counter() - began)
+  return 2 * len(x) ** 3 / float(np.median(seconds)) / (CPU_PRODUCT_FLOPS * _cores())
+
+
+def _cores() -> int:
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def expected_seconds(
-  config: Config, c: ModelConfig, chip: Chip, mesh: dict[str, int], slots: int, send_s: float = 0
+  config: Config,
+  c: ModelConfig,
+  chip: Chip,
+  mesh: dict[str, int],
+  slots: int,
+  send_s: float = 0,
+  speed: float = 1.0,
 ) -> Expected:
   """Returns what a run is expected to take.
 
@@ -165,6 +189,7 @@ def expected_seconds(
     mesh: for sampling: the sizes of its axes.
     slots: the completions that are decoded at once, over all devices.
     send_s: see `update_seconds`.
+    speed: of a CPU; see `cpu_speed`.
   """
   tokens = config.batch.prompts * config.data.max_prompt_tokens
   tokens += config.batch.prompts * config.batch.group * config.sampling.max_tokens
@@ -181,7 +206,7 @@ def expected_seconds(
     return Expected(
       sample, update, evaluation, imitated * update / config.batch.epochs, factor, basis
     )
-  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+  cores = _cores() * speed
   gain = CPU_BFLOAT16_GAIN if c.compute_dtype == "bfloat16" and cpu_bfloat16_units() else 1.0
   factor = 1.0 if config.model.remat == "none" else REMAT_FACTOR
   update = update_flops(config, c) * factor / (CPU_UPDATE_FLOPS * cores * gain)
@@ -200,5 +225,5 @@ def expected_seconds(
     sampling(problems, config.eval.samples) + sampling(problems, 1),
     imitated * update / config.batch.epochs,
     2.0,
-    f"what idle cores reached, of which there are {cores} here",
+    f"the speed at which these {_cores()} cores multiply matrices now",
   )

@@ -8,7 +8,7 @@ from toys import ADDITIONS, Listener, config_of, even
 
 import gtpo_jax
 from gtpo_jax.config import load, resolve_model, roofline
-from gtpo_jax.config.roofline import expected_seconds
+from gtpo_jax.config.roofline import cpu_speed, expected_seconds
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.runtime.chips import CHIPS, Chip
@@ -53,6 +53,17 @@ def test_on_two_cores(architecture, dtype, sizes, sample, update):
   assert_near(expected.sample, sample)
   assert_near(expected.update, update)
   assert expected.factor == 2
+
+
+def test_half_the_speed_takes_twice_the_time():
+  config = load("configs/tiny.py", ["--config.model.remat=full"])
+  once, twice = (
+    expected_seconds(config, resolve_model(config).config, Chip(0), ONE, 512, speed=speed)
+    for speed in (1.0, 0.5)
+  )
+  for name in ("sample", "update", "evaluation", "warm_start"):
+    assert getattr(twice, name) == pytest.approx(2 * getattr(once, name))
+  assert 0.001 < cpu_speed() < 1000
 
 
 def test_the_tiny_run():
