@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # what `__getattr__` imports when it is used
   from gtpo_jax.loop import steps, train
   from gtpo_jax.probing import probe
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 __all__ = [
   "algorithms",
   "default_config",
