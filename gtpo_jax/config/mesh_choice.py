@@ -16,8 +16,8 @@ from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import MESH_AXES, make_mesh
-from gtpo_jax.training.packing import check_batch_divisible, check_positions_divisible
+from gtpo_jax.runtime.mesh import MESH_AXES, batch_shards, make_mesh
+from gtpo_jax.training.packing import check_batch_divisible, check_positions_divisible, group_parts
 
 Sizes = tuple[int, ...]  # of the mesh axes, in the order of `MESH_AXES`
 
@@ -70,7 +70,18 @@ def check_divisible(config: Config, model: Transformer) -> None:
     raise UserError(
       f"mesh.expert = {model.mesh.shape['expert']}, but the model has no experts; use mesh.fsdp"
     )
-  check_batch_divisible("batch.prompts", config.batch.prompts, config.batch.parts, model)
+  batch = config.batch
+  shards = batch_shards(model.mesh)
+  groups = group_parts(batch.prompts, batch.parts, shards)
+  whole = batch.minibatches if groups > 1 else batch.parts
+  check_batch_divisible("batch.prompts", batch.prompts, whole, model)
+  uneven = batch.prompts * groups % (batch.parts * shards) or batch.group % groups
+  if groups > 1 and (uneven or config.env.agent):
+    raise UserError(
+      f"batch.micro_batches = {batch.micro_batches} would divide each group of batch.group = "
+      f"{batch.group} completions unevenly, or conversations of an agent; lower it to "
+      f"{batch.prompts // batch.minibatches // shards} or a multiple that divides groups evenly"
+    )
   check_positions_divisible(config.sampling.max_tokens, model)
   if config.warm_start.steps:
     check_batch_divisible("warm_start.batch", config.warm_start.batch, 1, model)

@@ -134,14 +134,15 @@ class BatchSection:
       advantages come from the complete batch.
     epochs: passes over the batch.
     micro_batches: number of parts of each minibatch over which the gradient is accumulated; more
-      parts save memory and do not change the result. "auto" for as few as the memory of the devices
+      parts save memory and do not change the result. If there are more than prompts of a device,
+      the completions of a prompt are divided too. "auto" for as few as the memory of the devices
       allows.
     head_chunk: approximate number of tokens whose logits a device has in memory at once; at least
       one position of each of its rows. 0 for as many as the device's memory and speed suggest,
       which `gtpo plan` shows.
     pack: let short completions of a prompt share rows in the trainer, and shorten rows to what the
-      longest completion needs. The result does not change. Each of the few array shapes is
-      compiled once.
+      longest completion needs, unless micro-batches divide groups. The result does not change.
+      Each of the few array shapes is compiled once.
     max_gen_batches: with dynamic sampling, how many batches of `prompts` prompts may be sampled
       for one step.
   """
@@ -159,6 +160,10 @@ class BatchSection:
   def parts(self) -> int:
     """Number of parts of the prompts whose gradients are computed separately; at least so many."""
     return self.minibatches * (1 if self.micro_batches == AUTO else self.micro_batches)
+
+  def packs(self, shards: int) -> bool:
+    """Whether completions share rows, with so many batch shards."""
+    return self.pack and self.parts * shards <= self.prompts
 
   @property
   def updates(self) -> int:

@@ -23,7 +23,13 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import AUTO
-from gtpo_jax.runtime.mesh import axis_size, bytes_per_device, make_mesh, sampling_mesh
+from gtpo_jax.runtime.mesh import (
+  axis_size,
+  batch_shards,
+  bytes_per_device,
+  make_mesh,
+  sampling_mesh,
+)
 from gtpo_jax.sampling.settings import Demand
 from gtpo_jax.training.state import Optimizer, abstract_state, make_optimizer
 from gtpo_jax.training.update import Update, UpdateSettings, make_update
@@ -173,6 +179,9 @@ def fit_update(
   fitting = [choice for choice, needed in needs.items() if needed <= left]
   if not fitting:
     return _with(config, *min(needs, key=needs.get))
+  # Divided groups read their prompts again and are not packed.
+  most = config.batch.prompts // config.batch.minibatches // batch_shards(mesh)
+  fitting = [choice for choice in fitting if choice[1] <= most] or fitting
   return _with(config, *min(fitting, key=lambda choice: _run_seconds(*arguments, chip, *choice)))
 
 
@@ -235,8 +244,13 @@ def describe_update(config: Config) -> str:
 def micro_batch_counts(config: Config, mesh: dict[str, int]) -> list[int]:
   """Returns the numbers of micro-batches into which a minibatch can be split, ascending."""
   shards = mesh["data"] * mesh["expert"] * mesh["fsdp"]
-  prompts = config.batch.prompts // config.batch.minibatches // shards
-  return [parts for parts in range(1, prompts + 1) if prompts % parts == 0] or [1]
+  batch = config.batch
+  prompts = batch.prompts // batch.minibatches // shards
+  counts = [parts for parts in range(1, prompts + 1) if prompts % parts == 0] or [1]
+  if config.env.agent:
+    return counts
+  divided = [parts for parts in range(2, batch.group + 1) if batch.group % parts == 0]
+  return counts + [prompts * parts for parts in divided if prompts]
 
 
 def update_bytes(
@@ -281,8 +295,9 @@ def tokens_per_part(config: Config, mesh: dict[str, int], micro_batches: int) ->
   """Returns the tokens of a micro-batch on one batch shard, at full length."""
   parts = config.batch.minibatches * micro_batches
   parts *= mesh["data"] * mesh["expert"] * mesh["fsdp"]
-  lengths = config.data.max_prompt_tokens + config.batch.group * config.sampling.max_tokens
-  return config.batch.prompts / parts * lengths
+  prompts = config.batch.prompts / parts  # less than one if groups are divided
+  completions = prompts * config.batch.group * config.sampling.max_tokens
+  return max(prompts, 1) * config.data.max_prompt_tokens + completions
 
 
 def _run_seconds(

@@ -20,7 +20,7 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.groups import Group, batch_like, rollouts_of, stack, without_scores
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.distributed import fetch
-from gtpo_jax.runtime.mesh import axis_size, named_sharding, shard_batch
+from gtpo_jax.runtime.mesh import axis_size, batch_shards, named_sharding, shard_batch
 from gtpo_jax.sampling.spans import Span
 from gtpo_jax.training.log_probs import make_scorer
 from gtpo_jax.training.packing import abstract_packing, plan_rows, row_shapes
@@ -100,7 +100,8 @@ def abstract_batches(config: Config, mesh: Mesh) -> list[tuple[Rollouts, Rewards
   """Returns the shapes and shardings of every batch that the update may get, the largest last."""
   rollouts, rewards = batch_like(config)
   n, g, t = rollouts.tokens.shape
-  shapes = row_shapes(g, t, axis_size(mesh, "position")) if config.batch.pack else [(g, t)]
+  packs = config.batch.packs(batch_shards(mesh))
+  shapes = row_shapes(g, t, axis_size(mesh, "position")) if packs else [(g, t)]
   begins = rollouts.begins
   rollouts = rollouts.replace(begins=None)
   packings = [abstract_packing(n, g, t, *x, begins) for x in shapes]
@@ -137,7 +138,7 @@ class Placement:
     self._config = config
     self._worker = worker
     self._mesh = model.mesh
-    self._pack = batch.pack
+    self._pack = batch.packs(batch_shards(model.mesh))
     self._rescore = scorer(model, True) if corrections.needs_rescoring else None
     self._scorers = {name: (scorer(model), params) for name, (model, params) in scorers.items()}
     if "score_norms" in config.resolved_algorithm.recipe.needs:

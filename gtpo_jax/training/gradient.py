@@ -33,7 +33,8 @@ class UpdateSettings(NamedTuple):
     temperature: the sampling temperature; the trainer's log-probs are computed at it too.
     minibatches: number of parts of the n prompts, each with its own gradient update.
     epochs: number of passes over the batch.
-    micro_batches: number of parts of a minibatch over which the gradient is accumulated.
+    micro_batches: number of parts of a minibatch over which the gradient is accumulated; see
+      `split_batch`.
     head_chunk: as `chunk` of `head.log_probs_and_entropy`.
   """
 
@@ -197,6 +198,7 @@ def make_gradient(
     balance = balance_of(model, minibatch.rollouts)
     if micro_batches == 1:
       return part_gradient(trained, frozen, minibatch, key, balance)
+    n = len(minibatch.signals.mask)
 
     def score_part(rollouts: Rollouts) -> jax.Array:
       return score_with_routers(*policy(trained, frozen, rollouts), without_gradient)[0]
@@ -208,13 +210,13 @@ def make_gradient(
     if selects:
       rollouts, signals = minibatch
       parts = split_batch(rollouts, micro_batches, model)
-      log_probs = merge_parts(jax.lax.map(score_part, parts))
+      log_probs = merge_parts(jax.lax.map(score_part, parts), n)
       minibatch = Minibatch(rollouts, _with_selection(algorithm, signals, log_probs, key))
     # The sum is float32 whatever the dtype of the parameters.
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained)
     total, scores = jax.lax.scan(accumulate, zeros, split_batch(minibatch, micro_batches, model))
     grads = jax.tree.map(lambda x, like: x.astype(like.dtype), total, trained)
-    return grads, jax.tree.map(merge_parts, scores)
+    return grads, jax.tree.map(lambda x: merge_parts(x, n), scores)
 
   return gradient
 

@@ -176,7 +176,8 @@ def make_scorer(
         scores, _ = score(model, params, reading, settings)
       return jnp.where(x.mask, scores, 0.0)
 
-    return merge_parts(jax.lax.map(score_part, split_batch(rollouts, micro_batches, model)))
+    parts = split_batch(rollouts, micro_batches, model)
+    return merge_parts(jax.lax.map(score_part, parts), len(rollouts.mask))
 
   return jax.jit(log_probs, out_shardings=named_sharding(model.mesh, "batch"))
 

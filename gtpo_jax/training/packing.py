@@ -27,6 +27,7 @@ from gtpo_jax.runtime.mesh import axis_size, batch_shards, constrain
 # needs a program of its own.
 ROW_FRACTIONS = 4
 SHORTER_LENGTHS = 3
+OF_PROMPTS = {"prompts", "teacher_prompts", "part_weights"}  # fields without an axis of completions
 
 
 class _Layout(NamedTuple):
@@ -134,23 +135,41 @@ def _fill(lengths: np.ndarray, w: int, s: int) -> _Layout | None:
   return layout
 
 
-def split_batch(batch: Any, parts: int, model: Transformer) -> Any:
-  """Splits arrays [n, ...] into [parts, n / parts, ...].
+def group_parts(prompts: int, parts: int, shards: int) -> int:
+  """Returns in how many parts a group is divided; 1 if each part of a batch has whole groups.
 
-  Every part contains prompts of every batch shard, which keeps all devices busy.
+  Args:
+    prompts: n.
+    parts: the number of parts of the batch.
+    shards: the number of batch shards, each of which has prompts of every part.
   """
+  return max(parts * shards // prompts, 1)
 
-  def split_array(x: jax.Array) -> jax.Array:
-    x = jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
+
+def split_batch(batch: Any, parts: int, model: Transformer) -> Any:
+  """Splits arrays [n, g, ...] into [parts, n / parts, g, ...].
+
+  Every part contains prompts of every batch shard, which keeps all devices busy. If there are more
+  parts than prompts of a shard, groups are divided too, and their prompts are repeated. Completions
+  must then not share rows.
+  """
+  n = jax.tree.leaves(batch)[0].shape[0]
+  count = group_parts(n, parts, batch_shards(model.mesh))
+
+  def split_array(path: Any, x: jax.Array) -> jax.Array:
+    if {getattr(key, "name", "") for key in path} & OF_PROMPTS:
+      x = jnp.repeat(x, count, axis=0)
+    else:
+      x = x.reshape(n * count, x.shape[1] // count, *x.shape[2:])
+    x = jnp.moveaxis(x.reshape(len(x) // parts, parts, *x.shape[1:]), 1, 0)
     return constrain(x, model.mesh, None, "batch")
 
-  return jax.tree.map(split_array, batch)
+  return jax.tree.map_with_path(split_array, batch)
 
 
-def merge_parts(x: jax.Array) -> jax.Array:
-  """Merges one array [parts, n / parts, ...] into [n, ...]: the inverse of `split_batch`."""
-  x = jnp.moveaxis(x, 0, 1)
-  return x.reshape(-1, *x.shape[2:])
+def merge_parts(x: jax.Array, n: int) -> jax.Array:
+  """Merges one array [parts, n / parts, g, ...] into [n, g, ...]: the inverse of `split_batch`."""
+  return jnp.moveaxis(x, 0, 1).reshape(n, -1, *x.shape[3:])
 
 
 def check_positions_divisible(max_tokens: int, model: Transformer) -> None:

@@ -52,6 +52,19 @@ def chosen(chip, preset, **values):
     ("v5e", "qwen2.5-0.5b", {"steps": 200}, ("full", 8)),
     ("v5p", "qwen2.5-0.5b", {"steps": 200}, ("full", 1)),
     ("h100", "qwen3.5-4b", {"steps": 200, "batch.prompts": 4, "model.lora_rank": 16}, ("full", 2)),
+    # A group of 8 is divided into 2: its tokens do not fit at once.
+    (
+      "h100",
+      "llama-3.1-8b",
+      {
+        "model.lora_rank": 16,
+        "model.quantize": "int4",
+        "batch.prompts": 1,
+        "batch.group": 8,
+        "sampling.max_tokens": 20224,
+      },
+      ("full", 2),
+    ),
   ],
 )
 def test_choices(chip, preset, values, choice):

@@ -22,7 +22,8 @@ def config(mesh, **sections):
     ({"data": 8}, {"batch": {"prompts": 8}}, None),
     ({"data": 8}, {"batch": {"prompts": 12}}, (4, 1, 1, 2, 1)),
     ({"data": 1, "fsdp": 8}, {"batch": {"prompts": 12}}, (1, 1, 4, 2, 1)),
-    ({"data": 8}, {"batch": {"prompts": 16, "micro_batches": 8}}, (2, 1, 1, 4, 1)),
+    ({"data": 8}, {"batch": {"prompts": 16, "micro_batches": 8}}, None),  # it divides groups
+    ({"data": 8}, {"batch": {"prompts": 16, "group": 8, "micro_batches": 32}}, (4, 1, 1, 2, 1)),
     ({"data": 1, "tensor": 8}, {"batch": {"prompts": 8}}, (2, 1, 1, 1, 4)),
     ({"data": 8}, {"batch": {"prompts": 3}, "sampling": {"max_tokens": 15}}, None),  # none works
     ({"data": 3}, {}, None),  # the message of the mesh itself proposes one

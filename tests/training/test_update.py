@@ -41,6 +41,27 @@ def test_micro_batches_equal_the_full_batch(name):
   assert_same(plain(name), run(name, micro_batches=4, head_chunk=7))
 
 
+@pytest.mark.parametrize("micro_batches", [16, pytest.param(32, marks=pytest.mark.slow)])
+def test_micro_batches_of_parts_of_groups_equal_the_full_batch(micro_batches):
+  """Of 8 groups of 4 completions, with credit within groups."""
+  assert_same(plain("gtpo"), run("gtpo", micro_batches=micro_batches, head_chunk=7))
+
+
+@pytest.mark.devices
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dapo_mixed", "gspo", "clip_cov"])
+def test_parts_of_groups_on_several_devices(name):
+  rollouts, rewards = full_batch()
+  settings = (
+    {**EVERY_LOSS_TERM, "guide_completions": 1} if name == "dapo_mixed" else EVERY_LOSS_TERM
+  )
+  if name != "dapo_mixed":
+    rollouts = rollouts.replace(guided=None)
+  data = (rollouts, rewards)
+  divided = run(name, mesh_of(2, 2, 1, 2), micro_batches=4, data=data, **settings)
+  assert_same(run(name, data=data, **settings), divided)
+
+
 def test_a_minibatch_without_a_signal_changes_nothing():
   """Otherwise weight decay and momentum would move the parameters."""
   rollouts, rewards = batch()

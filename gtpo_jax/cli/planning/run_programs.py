@@ -311,7 +311,7 @@ def _attention_workspace(config: Config, model: Transformer) -> int:
   if attention_kind(c, mesh) != "cudnn":
     return 0
   parts = config.batch.minibatches * config.batch.micro_batches * batch_shards(mesh)
-  rows = config.batch.prompts // parts * config.batch.group
+  rows = config.batch.prompts * config.batch.group // parts
   positions = config.data.max_prompt_tokens + config.sampling.max_tokens
   return 4 * rows * positions * c.heads // axis_size(mesh, "heads") * c.head_dim
 
