@@ -212,13 +212,8 @@ def model_card(
     undefined=jinja2.StrictUndefined,
   )
   cell = lambda x: "-" if x is None else f"{x:.4g}" if isinstance(x, float) else _plain(str(x))
-  page.filters |= {
-    "plain": _plain,
-    "code": _code,
-    "fence": _fence,
-    "json": json.dumps,
-    "cell": cell,
-  }
+  page.filters |= {"plain": _plain, "code": _code, "fence": _fence, "json": json.dumps}
+  page.filters["cell"] = cell
   return page.get_template(TEMPLATE.name).render(
     config=config,
     header=header,
