@@ -37,6 +37,7 @@ setup(
     "gtpo_jax": ["py.typed"],
     "gtpo_jax.rewards": ["words.toml"],
     "gtpo_jax.data": ["tokenizer/*.json"],
+    "gtpo_jax.cli": ["model_card.md.jinja"],
     "gtpo_jax.cli.report": ["page/*"],
   },
   cmdclass={"build_py": BuildWithConfigs},

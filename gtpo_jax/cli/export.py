@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.config import AlgorithmSection, Config, flatten, resolved_dict
 from gtpo_jax.data.chat import Chat, load_chat
@@ -29,6 +31,7 @@ from gtpo_jax.tinker.saved_weights import ABOUT, read_saved
 ADAPTER = "adapter_config.json"
 HUB_NAME = r"[\w.-]+/[\w.-]+"
 PACKAGES = ("gtpo_jax", "jax", "flax", "optax", "transformers")
+TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 CARD_METRICS = (
   "reward/mean",
   "reward/accuracy",
@@ -37,38 +40,6 @@ CARD_METRICS = (
   "loss",
   "grad_norm",
 )
-USE = """## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # this folder, or its name on the hub
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder)
-```
-
-`gtpo serve --model=FOLDER` serves it, and so does vLLM."""
-ADAPTER_USE = """## Use
-
-```python
-from peft import AutoPeftModelForCausalLM
-
-folder = "."  # this folder, or its name on the hub
-model = AutoPeftModelForCausalLM.from_pretrained(folder)
-```
-
-vLLM serves it beside its base model (`--enable-lora`)."""
-LLAMA_CPP_NOTE = """## llama.cpp
-
-This folder has the small tokenizer of gtpo_jax. llama.cpp's `convert_hf_to_gguf.py` identifies a
-tokenizer by a hash of token ids, and rejects this one because it is not in its list. The tokenizer
-splits text as Qwen2's does, so this command, run in a checkout of llama.cpp, converts the folder:
-
-```
-python -c "import conversion, convert_hf_to_gguf as convert
-conversion.TextModel.get_vocab_base_pre = lambda *_: 'qwen2'
-convert.main()" FOLDER --outfile model.gguf
-```"""
 
 
 def export_policy(
@@ -105,9 +76,9 @@ def export_policy(
     )
   worker, config, params, step = open_policy(workdir, step)
   base = base_model(config.model.path)
-  note = "" if adapter else tokenizer_note(worker.chat)
+  small = not adapter and has_small_tokenizer(worker.chat)
   rows = read_jsonl(workdir / "metrics.jsonl")
-  card = {"README.md": model_card(config, step, rows, command, base, adapter, note)}
+  card = {"README.md": model_card(config, step, rows, command, base, adapter, small)}
   if adapter:
     if not base:
       raise UserError(
@@ -191,15 +162,13 @@ def base_model(path: str) -> str:
   return os.path.abspath(path) if path and os.path.isdir(path) else path
 
 
-def tokenizer_note(chat: Chat) -> str:
-  """Returns a section on llama.cpp for the model card; empty unless the tokenizer is the small one.
+def has_small_tokenizer(chat: Chat) -> bool:
+  """Whether the tokenizer is the small one of this package, which llama.cpp does not know.
 
-  llama.cpp's converter identifies a BPE tokenizer by a hash of the token ids of a test string. It
-  rejects every tokenizer whose hash is not in its table, whatever the splitting pattern.
+  Its converter identifies a BPE tokenizer by a hash of the token ids of a test string. It rejects
+  every tokenizer whose hash is not in its table, whatever the splitting pattern.
   """
-  if chat.tokenizer.get_vocab() != load_chat().tokenizer.get_vocab():
-    return ""
-  return LLAMA_CPP_NOTE
+  return chat.tokenizer.get_vocab() == load_chat().tokenizer.get_vocab()
 
 
 def model_card(
@@ -209,20 +178,16 @@ def model_card(
   command: str,
   base: str,
   adapter: bool = False,
-  note: str = "",
+  small_tokenizer: bool = False,
 ) -> str:
   """Returns the text of the model card, README.md, of the checkpoint of a step.
 
   It contains the base model, which is "" for random weights, the data, the algorithm, how to load
   the folder, the metrics at `step`, the first and the last evaluation up to it, of the `rows` of
-  metrics.jsonl, all settings, a note, the versions, and the command line of the export.
+  metrics.jsonl, all settings, the versions, and the command line of the export.
   """
   name = config.algorithm.name
-  origin = _code(base) if base else "random weights"
-  if config.warm_start.steps:
-    origin += f" after {config.warm_start.steps} steps of imitation"
   rows = [row for row in rows if row["step"] <= step]
-  metrics = {key: (rows[-1][key],) for key in CARD_METRICS if rows and key in rows[-1]}
   settings = {key: (value,) for key, value in resolved_settings(config).items()}
   defaults = resolved_settings(Config(algorithm=AlgorithmSection(name=name)))
   # What "auto" stands for follows the devices.
@@ -232,58 +197,46 @@ def model_card(
   settings.pop("model.preset" if config.model.path else "model.path")
   evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
   first, last = (evaluated[0], evaluated[-1]) if evaluated else ({}, {})
-  heads = ("", f"step {first.get('step')}", f"step {last.get('step')}")
-  evaluations = {
-    key.removeprefix("eval/"): (first.get(key), value)
-    for key, value in last.items()
-    if key.startswith("eval/")
-  }
-  all_settings = _table("All settings", ("setting", "value"), settings)
-  versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
-  parts = [
-    _header(name, base, "peft" if adapter else "transformers"),
-    f"# {_plain(os.path.basename(base) or config.model.preset)}, trained by {name}",
-    f"Reinforcement learning by `{name}` ({RECIPES[name].paper}) on {_code(config.data.train)}: "
-    f"{step} step{'s' * (step != 1)} of {config.batch.prompts} prompts x "
-    f"{config.batch.group} completions, from {origin}.",
-    ADAPTER_USE if adapter else USE,
-    _table("Held-out evaluation", heads, evaluations),
-    _table(f"Step {step}", ("metric", "value"), metrics),
-    _table("Settings that differ from the defaults", ("setting", "value"), changed),
-    f"<details><summary>All settings</summary>\n\n{all_settings}\n\n</details>",
-    note,
-    f"## Versions\n\n{versions}, Python {platform.python_version()}",
-    f"## Command\n\n{_fence(command, 3)}\n{command}\n{_fence(command, 3)}",
-  ]
-  return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _header(name: str, base: str, library: str) -> str:
-  """Returns the YAML header with the metadata for the Hugging Face hub.
-
-  The hub refuses a card whose base model is a path:
-  https://github.com/huggingface/trl/issues/1873.
-  """
-  fields = {
-    "library_name": library,
+  header = {
+    "library_name": "peft" if adapter else "transformers",
     "pipeline_tag": "text-generation",
     "tags": ["gtpo_jax", name, "reinforcement-learning"],
   }
+  # The hub refuses a card whose base model is a path: github.com/huggingface/trl/issues/1873.
   if base and not os.path.isabs(base):
-    fields["base_model"] = base
-  return "\n".join(
-    ["---", *(f"{key}: {json.dumps(value)}" for key, value in fields.items()), "---"]
+    header["base_model"] = base
+  page = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(TEMPLATE.parent),
+    trim_blocks=True,
+    keep_trailing_newline=True,
+    undefined=jinja2.StrictUndefined,
   )
-
-
-def _table(title: str, head: tuple[str, ...], rows: Mapping[str, tuple[Any, ...]]) -> str:
-  """Returns a section with a Markdown table, or an empty string if there are no rows."""
-  if not rows:
-    return ""
   cell = lambda x: "-" if x is None else f"{x:.4g}" if isinstance(x, float) else _plain(str(x))
-  lines = [f"| {' | '.join((_plain(key), *map(cell, values)))} |" for key, values in rows.items()]
-  separator = "|---" * len(head) + "|"
-  return "\n".join([f"## {title}", "", f"| {' | '.join(head)} |", separator, *lines])
+  page.filters |= {"plain": _plain, "code": _code, "fence": _fence, "json": json.dumps}
+  page.filters["cell"] = cell
+  return page.get_template(TEMPLATE.name).render(
+    config=config,
+    header=header,
+    title=os.path.basename(base) or config.model.preset,
+    name=name,
+    paper=RECIPES[name].paper,
+    step=step,
+    base=base,
+    adapter=adapter,
+    small_tokenizer=small_tokenizer,
+    evaluation_heads=("", f"step {first.get('step')}", f"step {last.get('step')}"),
+    evaluations={
+      key.removeprefix("eval/"): (first.get(key), value)
+      for key, value in last.items()
+      if key.startswith("eval/")
+    },
+    metrics={key: (rows[-1][key],) for key in CARD_METRICS if rows and key in rows[-1]},
+    changed=changed,
+    settings=settings,
+    versions=", ".join(f"{package} {_version(package)}" for package in PACKAGES),
+    python=platform.python_version(),
+    command=command,
+  )
 
 
 def _plain(text: str) -> str:

@@ -208,19 +208,16 @@ def time_split(group: RunGroup) -> dict[str, float]:
 
   The first step compiles and is left out unless it is the only one.
   """
-  sampling, reward, update, step = (
-    _median(group.series(key)[1])
-    for key in ("time/sample", "time/reward", "time/update", "time/step")
-  )
+
+  def median(metric: str) -> float:
+    values = group.series(metric)[1]  # f64[seeds, m]
+    values = values[:, 1:] if values.shape[1] > 1 else values
+    return 0.0 if np.isnan(values).all() else float(np.nanmedian(values))
+
+  phases = ("time/sample", "time/reward", "time/update", "time/step")
+  sampling, reward, update, step = map(median, phases)
   other = max(step - (sampling + reward + update), 0.0)
   return {"sampling": sampling, "reward": reward, "update": update, "other": other}
-
-
-def _median(values: np.ndarray) -> float:
-  """Returns the median of f64[seeds, m] without the first step; 0 if there is no number."""
-  if np.isnan(values).all():
-    return 0.0
-  return float(np.nanmedian(values[:, 1:] if values.shape[1] > 1 else values))
 
 
 def _over_steps(group: RunGroup, key: str, color: int, dash: int, name: str) -> Line | None:

@@ -41,15 +41,14 @@ Question: {question}
 Explain in a few sentences. Then end with a line "Grade: N", where N is a number from 0 to 10."""
 
 
-def _is_question_list(value: Any) -> bool:
-  return (
+QUESTIONS = Bound(
+  lambda value: (
     isinstance(value, tuple)
     and 1 <= len(value) <= MAX_QUESTIONS
     and all(isinstance(question, str) and question.strip() for question in value)
-  )
-
-
-QUESTIONS = Bound(_is_question_list, f"a tuple of 1 to {MAX_QUESTIONS} non-empty strings")
+  ),
+  f"a tuple of 1 to {MAX_QUESTIONS} non-empty strings",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +127,9 @@ class JudgeSettings(Checked):
     except ValueError:  # a malformed host, or a port that is no number
       port_is_valid = False
     if not port_is_valid or url.scheme not in ("http", "https") or not url.hostname:
-      raise UserError(
-        f"{name} must be an address such as http://localhost:8000/v1, got {_shown(self.base_url)}"
-      )
+      _, at, host = self.base_url.rpartition("@")  # what is before it may be a password
+      shown = f"...@{host}" if at else self.base_url
+      raise UserError(f"{name} must be an address such as http://localhost:8000/v1, got {shown!r}")
     if url.username or url.password or url.query or url.fragment:  # these may hold a key
       raise UserError(
         f"{name} must not have a user, a password, a query or a fragment, because config.json "
@@ -193,11 +192,6 @@ class JudgeSettings(Checked):
         f'\'{{"reasoning_effort": "low"}}\', got {self.request!r}{reason}'
       )
     return fields
-
-
-def _shown(url: str) -> str:
-  """Returns an address for a message, without what may be a password."""
-  return repr(url if "@" not in url else "..." + url[url.rindex("@") :])
 
 
 def parse_scale(scale: str) -> Callable[[str], float | None]:

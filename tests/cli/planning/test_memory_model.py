@@ -5,9 +5,8 @@ import json
 import pytest
 from plan_cases import needs_libtpu, small_config
 
-from gtpo_jax.cli.planning.estimates import Base
 from gtpo_jax.cli.planning.run_programs import RunPrograms, build_model, compile_with_peak
-from gtpo_jax.cli.planning.search import Search
+from gtpo_jax.cli.planning.search import Base, Search
 from gtpo_jax.cli.planning.topology import topology_devices, without_compile_cache
 from gtpo_jax.config.workloads import SAMPLING
 from gtpo_jax.runtime.mesh import bytes_per_device
