@@ -240,17 +240,11 @@ ADVICE = {"model.compute_dtype": "set it to {old!r} to continue as before"}
 
 
 class Fixed(NamedTuple):
-  """Fields of `MAY_CHANGE` that may not change in some configs.
+  """Fields of `MAY_CHANGE` that may not change in some configs."""
 
-  Attributes:
-    fields: their names.
-    applies: whether the results of a run with this config depend on them.
-    reason: why they do.
-  """
-
-  fields: tuple[str, ...]
-  applies: Callable[[Config], bool]
-  reason: str
+  fields: tuple[str, ...]  # their names
+  applies: Callable[[Config], bool]  # whether the results of a run with this config depend on them
+  reason: str  # why they do
 
 
 FIXED = (

@@ -34,23 +34,14 @@ MAX_RANDOM_WIDTH = 512  # of presets that may start from random weights; wider o
 
 
 class Parts(NamedTuple):
-  """What a run works with.
+  """What a run works with."""
 
-  Attributes:
-    worker: samples completions.
-    reward_manager: scores them.
-    teacher: what the warm start imitates; None if there is none.
-    problems: the sources to train on, with their mixing weights.
-    held_out: the problems to evaluate on.
-    provenance: what the data is, from `provenance_of`.
-  """
-
-  worker: RolloutWorker
-  reward_manager: RewardManager
-  teacher: Teacher | None
-  problems: Sequence[tuple[Problems, float]]
-  held_out: Sequence[Problem]
-  provenance: Mapping[str, str]
+  worker: RolloutWorker  # samples completions
+  reward_manager: RewardManager  # scores them
+  teacher: Teacher | None  # what the warm start imitates; None if there is none
+  problems: Sequence[tuple[Problems, float]]  # the sources to train on, with their mixing weights
+  held_out: Sequence[Problem]  # the problems to evaluate on
+  provenance: Mapping[str, str]  # what the data is, from `provenance_of`
 
 
 def prepare(inputs: Inputs, display: Display) -> Parts:

@@ -61,19 +61,12 @@ PRINT_EVERY = 5  # steps between lines of a plain log
 
 
 class Place(NamedTuple):
-  """Where a run writes.
+  """Where a run writes."""
 
-  Attributes:
-    folder: the workdir, or a temporary folder.
-    keep: whether the folder survives the run; if not, no checkpoints are written.
-    logs: where the log files are written.
-    claim: the claim on the workdir.
-  """
-
-  folder: epath.Path
-  keep: bool
-  logs: Logs
-  claim: Claim
+  folder: epath.Path  # the workdir, or a temporary folder
+  keep: bool  # whether the folder survives the run; if not, no checkpoints are written
+  logs: Logs  # where the log files are written
+  claim: Claim  # the claim on the workdir
 
 
 class Run:

@@ -41,13 +41,9 @@ CHECKED_PROBLEMS = 256  # per task; enough to contain prompts of nearly the long
 
 
 class Teacher(Protocol):
-  """The source of a warm start's demonstrations.
+  """The source of a warm start's demonstrations."""
 
-  Attributes:
-    name: a name for messages.
-  """
-
-  name: str
+  name: str  # a name for messages
 
   def draw(self, rng: np.random.Generator, count: int) -> list[Demonstration]:
     """Returns `count` random demonstrations."""

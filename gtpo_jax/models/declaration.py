@@ -40,17 +40,13 @@ KINDS = {
 
 
 class AxisRoles(NamedTuple):
-  """The roles of the axes of a parameter, without the layer axis.
+  """The roles of the axes of a parameter, without the layer axis."""
 
-  Attributes:
-    inputs: number of axes that a matrix contracts; 0 for other kinds.
-    numbered: number of leading axes that number matrices of one shape, such as those of experts.
-    parts: the sizes of the parts of a head's features, for example query, key and value.
-      Hugging Face's tensors have each part of all heads together. () if there is one.
-  """
-
-  inputs: int = 0
+  inputs: int = 0  # number of axes that a matrix contracts; 0 for other kinds
+  # number of leading axes that number matrices of one shape, such as those of experts
   numbered: int = 0
+  # the sizes of the parts of a head's features, for example query, key and value. Hugging Face's
+  # tensors have each part of all heads together. () if there is one
   parts: tuple[int, ...] = ()
 
 

@@ -122,19 +122,12 @@ def _gathered_params(model: Transformer) -> Params:
 
 
 class Prefilled(NamedTuple):
-  """The result of a pass over sequences [n, p].
+  """The result of a pass over sequences [n, p]."""
 
-  Attributes:
-    hidden: [n, 1, 1, d], the last position's state after the final norm.
-    layers: the keys and values of every layer with attention.
-    delta: [n, 1, ...], the state of every gated delta net after the last position.
-    routes: [n, p, layers with experts, k], as in `Rollouts`; None without experts.
-  """
-
-  hidden: jax.Array
-  layers: list[KV]
-  delta: list[DeltaState]
-  routes: jax.Array | None
+  hidden: jax.Array  # [n, 1, 1, d], the last position's state after the final norm
+  layers: list[KV]  # the keys and values of every layer with attention
+  delta: list[DeltaState]  # [n, 1, ...], the state of every gated delta net after the last position
+  routes: jax.Array | None  # [n, p, layers with experts, k], as in `Rollouts`; None without experts
 
 
 def prefill(model: Transformer, params: DecodeParams, prompts: Prompts) -> Prefilled:
@@ -179,19 +172,12 @@ def _routes(model: Transformer, ids: list[jax.Array | None]) -> jax.Array | None
 
 
 class Decoded(NamedTuple):
-  """The result of a step of one token [n, g].
+  """The result of a step of one token [n, g]."""
 
-  Attributes:
-    hidden: [n, g, 1, d], the state that predicts the next token, after the final norm.
-    extras: the second result of `attend` for each layer with attention.
-    delta: [n, g, ...], the new states of the gated delta nets.
-    routes: [n, g, 1, layers with experts, k], the experts that computed the token; None without
-      experts.
-  """
-
-  hidden: jax.Array
-  extras: list[Any]
-  delta: list[DeltaState]
+  hidden: jax.Array  # [n, g, 1, d], the state that predicts the next token, after the final norm
+  extras: list[Any]  # the second result of `attend` for each layer with attention
+  delta: list[DeltaState]  # [n, g, ...], the new states of the gated delta nets
+  # [n, g, 1, layers with experts, k], the experts that computed the token; None without experts
   routes: jax.Array | None
 
 

@@ -13,70 +13,54 @@ MIXTURE_KEYS = ("num_local_experts", "norm_topk_prob", "mlp_only_layers")
 
 
 class Family(NamedTuple):
-  """The features that the models of one `model_type` share.
+  """The features that the models of one `model_type` share."""
 
-  Attributes:
-    architecture: the class in Transformers.
-    defaults: the values of keys that config.json may leave out.
-    settings: further settings of an export, for example to turn sliding windows off.
-    qk_norm: whether queries and keys are normalised, per "head" or over their "width"; "" if not.
-    pre_norms: whether attention and MLP read a normalised residual stream.
-    post_norms: whether their outputs are normalised before they are added to it.
-    centred_norms: whether the scale of a norm is stored without the 1 that it is added to.
-    modules: Hugging Face names of modules within a layer, where they differ from the common ones.
-    activation: of the gated MLP, by its name in Transformers.
-    activation_key: the key of config.json that names it.
-    scaled_embedding: whether embeddings are multiplied by the square root of the width.
-    biases: the matrices that always have a bias.
-    optional_biases: by setting of config.json, the matrices that have a bias if it is true.
-    full_interval: if config.json has no `layer_types`, each layer whose number is a multiple of
-      this attends to all positions, and the others are `others`; 0 if no layer does.
-    others: what layers are that do not attend to all positions: attention to a "window", or "delta"
-      for gated delta nets.
-    interval_key: the key of config.json for another `full_interval`; "" if there is none.
-    output_gate: whether attention's output is multiplied by a gate, which `q` computes too.
-    rope_share: the share of the features of a head that are rotated, if config.json has none; None
-      if all are.
-    local_theta: the key of the base of the rotary angles within windows, which are not scaled; ""
-      if all layers have the same angles.
-    keys: keys of config.json that only this family has.
-    required: the settings of config.json that must have one value, if they are there.
-    carried: keys of config.json that change nothing here, and that exports keep from their source.
-    untrained: what the names of tensors begin with that are not loaded, and that exports keep.
-    rope_theta: the base of the rotary angles if config.json has none.
-    expert_mlp: the key of the features of an expert; "" if all MLPs are dense.
-    shared_mlp: the key of the features of a shared expert; "" if there is none.
-    no_rope_interval: if config.json has no `no_rope_layers`, each layer whose number is a multiple
-      of this has no rotary angles; 0 if all layers have them.
-  """
-
-  architecture: str
-  defaults: Mapping[str, Any] = {}
+  architecture: str  # the class in Transformers
+  defaults: Mapping[str, Any] = {}  # the values of keys that config.json may leave out
+  # further settings of an export, for example to turn sliding windows off
   settings: Mapping[str, Any] = {}
+  # whether queries and keys are normalised, per "head" or over their "width"; "" if not
   qk_norm: str = ""
-  pre_norms: bool = True
-  post_norms: bool = False
+  pre_norms: bool = True  # whether attention and MLP read a normalised residual stream
+  post_norms: bool = False  # whether their outputs are normalised before they are added to it
+  # whether the scale of a norm is stored without the 1 that it is added to
   centred_norms: bool = False
+  # Hugging Face names of modules within a layer, where they differ from the common ones
   modules: Mapping[str, str] = {}
-  activation: str = "silu"
-  activation_key: str = "hidden_act"
+  activation: str = "silu"  # of the gated MLP, by its name in Transformers
+  activation_key: str = "hidden_act"  # the key of config.json that names it
+  # whether embeddings are multiplied by the square root of the width
   scaled_embedding: bool = False
-  biases: tuple[str, ...] = ()
+  biases: tuple[str, ...] = ()  # the matrices that always have a bias
+  # by setting of config.json, the matrices that have a bias if it is true
   optional_biases: Mapping[str, tuple[str, ...]] = {}
+  # if config.json has no `layer_types`, each layer whose number is a multiple of this attends to
+  # all positions, and the others are `others`; 0 if no layer does
   full_interval: int = 1
+  # what layers are that do not attend to all positions: attention to a "window", or "delta" for
+  # gated delta nets
   others: str = "window"
-  interval_key: str = ""
+  interval_key: str = ""  # the key of config.json for another `full_interval`; "" if there is none
+  # whether attention's output is multiplied by a gate, which `q` computes too
   output_gate: bool = False
+  # the share of the features of a head that are rotated, if config.json has none; None if all are
   rope_share: float | None = None
+  # the key of the base of the rotary angles within windows, which are not scaled; "" if all
+  # layers have the same angles
   local_theta: str = ""
+  # if config.json has no `no_rope_layers`, each layer whose number is a multiple of this has no
+  # rotary angles; 0 if all layers have them
   no_rope_interval: int = 0
-  expert_mlp: str = ""
-  shared_mlp: str = ""
-  keys: tuple[str, ...] = ()
+  expert_mlp: str = ""  # the key of the features of an expert; "" if all MLPs are dense
+  shared_mlp: str = ""  # the key of the features of a shared expert; "" if there is none
+  keys: tuple[str, ...] = ()  # keys of config.json that only this family has
+  # the settings of config.json that must have one value, if they are there
   required: Mapping[str, Any] = {}
+  # keys of config.json that change nothing here, and that exports keep from their source
   carried: tuple[str, ...] = ()
+  # what the names of tensors begin with that are not loaded, and that exports keep
   untrained: tuple[str, ...] = ()
-  rope_theta: float = 1e4
+  rope_theta: float = 1e4  # the base of the rotary angles if config.json has none
 
   @property
   def has_windows(self) -> bool:

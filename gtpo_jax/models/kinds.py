@@ -20,21 +20,13 @@ MAX_EXPERTS = 2**16 - 1  # their numbers, and one that stands for none, are stor
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """The mixture of experts that some layers have in place of a dense MLP.
+  """The mixture of experts that some layers have in place of a dense MLP."""
 
-  Attributes:
-    experts: their number.
-    per_token: how many of them compute each token.
-    mlp: features of each.
-    normalised: whether the weights of the chosen experts are divided by their sum.
-    shared: features of an expert that computes all tokens, with a gate; 0 for none.
-  """
-
-  experts: int
-  per_token: int
-  mlp: int
-  normalised: bool = False
-  shared: int = 0
+  experts: int  # their number
+  per_token: int  # how many of them compute each token
+  mlp: int  # features of each
+  normalised: bool = False  # whether the weights of the chosen experts are divided by their sum
+  shared: int = 0  # features of an expert that computes all tokens, with a gate; 0 for none
 
   def __post_init__(self):
     for name in ("experts", "per_token", "mlp"):
@@ -57,21 +49,15 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-  """The features in which a layer may differ from other layers of the same model.
+  """The features in which a layer may differ from other layers of the same model."""
 
-  Attributes:
-    window: the most positions that a query attends to, its own included; None for all before it.
-    rotates: whether queries and keys are rotated by their positions.
-    rope_theta: base of the rotary angles, which are not scaled; None for the angles of the model.
-    mixer: how positions read those before them, a key of `transformer.MIXERS`.
-    mlp: "dense", or "experts" for the mixture of the model.
-  """
-
+  # the most positions that a query attends to, its own included; None for all before it
   window: int | None = None
-  rotates: bool = True
+  rotates: bool = True  # whether queries and keys are rotated by their positions
+  # base of the rotary angles, which are not scaled; None for the angles of the model
   rope_theta: float | None = None
-  mixer: str = ATTENTION
-  mlp: str = "dense"
+  mixer: str = ATTENTION  # how positions read those before them, a key of `transformer.MIXERS`
+  mlp: str = "dense"  # "dense", or "experts" for the mixture of the model
 
   def __post_init__(self):
     if self.mlp not in MLPS:
@@ -81,21 +67,13 @@ class LayerKind:
 
 
 class DeltaSizes(NamedTuple):
-  """The sizes of gated delta nets.
+  """The sizes of gated delta nets."""
 
-  Attributes:
-    key_heads: number of heads of queries and keys.
-    value_heads: number of heads of values, a multiple of `key_heads`; each has a memory.
-    key_dim: features of a query or key.
-    value_dim: features of a value.
-    taps: positions that the convolution reads, its own included.
-  """
-
-  key_heads: int
-  value_heads: int
-  key_dim: int
-  value_dim: int
-  taps: int
+  key_heads: int  # number of heads of queries and keys
+  value_heads: int  # number of heads of values, a multiple of `key_heads`; each has a memory
+  key_dim: int  # features of a query or key
+  value_dim: int  # features of a value
+  taps: int  # positions that the convolution reads, its own included
 
   @property
   def values_per_key(self) -> int:
@@ -119,17 +97,11 @@ class DeltaSizes(NamedTuple):
 
 
 class Stack(NamedTuple):
-  """Layers whose parameters are stacked.
+  """Layers whose parameters are stacked."""
 
-  Attributes:
-    name: of its parameters in the tree.
-    kinds: the layers of one repetition.
-    repetitions: how often they repeat, axis 0 of each parameter.
-  """
-
-  name: str
-  kinds: tuple[LayerKind, ...]
-  repetitions: int
+  name: str  # of its parameters in the tree
+  kinds: tuple[LayerKind, ...]  # the layers of one repetition
+  repetitions: int  # how often they repeat, axis 0 of each parameter
 
   def path(self, place: int) -> tuple[str, ...]:
     """Returns the path of the parameters of a place; it is the stack's if it has only one."""

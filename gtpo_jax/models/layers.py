@@ -34,20 +34,13 @@ MATRIX_INIT = nn.initializers.normal(MATRIX_DEVIATION)
 
 
 class RMSNorm(nn.Module):
-  """RMSNorm over the last axes, computed in float32.
-
-  Attributes:
-    features: the sizes of these axes.
-    axes: their logical names.
-    factor: the result is multiplied by it.
-    is_centred: whether the scale is stored without the 1 that it is added to; None if the family
-      says it.
-  """
+  """RMSNorm over the last axes, computed in float32."""
 
   config: ModelConfig
-  features: tuple[int, ...]
-  axes: tuple[str, ...] = ("norm",)
-  factor: float = 1.0
+  features: tuple[int, ...]  # the sizes of these axes
+  axes: tuple[str, ...] = ("norm",)  # their logical names
+  factor: float = 1.0  # the result is multiplied by it
+  # whether the scale is stored without the 1 that it is added to; None if the family says it
   is_centred: bool | None = None
 
   @nn.compact
@@ -102,19 +95,12 @@ gated.defvjp(lambda activation, *kept: (gated(activation, *kept), kept), _gated_
 
 
 class Matrix(NamedTuple):
-  """The parameters of a linear map without its bias, or the logical axes of each of them.
+  """The parameters of a linear map without its bias, or the logical axes of each of them."""
 
-  Attributes:
-    kernel: [*numbered, *inputs, *outputs].
-    scale: of a quantised kernel, see `quantize.scale_shape`.
-    lora_a: [*numbered, *inputs, rank], float32.
-    lora_b: [*numbered, rank, *outputs], float32.
-  """
-
-  kernel: Any
-  scale: Any = None
-  lora_a: Any = None
-  lora_b: Any = None
+  kernel: Any  # [*numbered, *inputs, *outputs]
+  scale: Any = None  # of a quantised kernel, see `quantize.scale_shape`
+  lora_a: Any = None  # [*numbered, *inputs, rank], float32
+  lora_b: Any = None  # [*numbered, rank, *outputs], float32
 
   def dense(self, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns the kernel in `dtype`."""
@@ -172,25 +158,16 @@ def declare_matrix(
 
 
 class Dense(nn.Module):
-  """A linear map from the trailing `inputs` axes to `outputs` axes, with an optional adapter.
-
-  Attributes:
-    inputs: sizes of the contracted axes.
-    outputs: sizes of the resulting axes.
-    axes: logical names of the inputs and outputs.
-    bias: whether to add a bias of shape `outputs`.
-    target: its name in `Lora.targets`; "" for its own name.
-    parts: of the last output axis, as in `AxisRoles`.
-  """
+  """A linear map from the trailing `inputs` axes to `outputs` axes, with an optional adapter."""
 
   config: ModelConfig
   mesh: Mesh
-  inputs: tuple[int, ...]
-  outputs: tuple[int, ...]
-  axes: tuple[str, ...]
-  bias: bool = False
-  target: str = ""
-  parts: tuple[int, ...] = ()
+  inputs: tuple[int, ...]  # sizes of the contracted axes
+  outputs: tuple[int, ...]  # sizes of the resulting axes
+  axes: tuple[str, ...]  # logical names of the inputs and outputs
+  bias: bool = False  # whether to add a bias of shape `outputs`
+  target: str = ""  # its name in `Lora.targets`; "" for its own name
+  parts: tuple[int, ...] = ()  # of the last output axis, as in `AxisRoles`
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:

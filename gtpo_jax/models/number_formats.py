@@ -49,15 +49,10 @@ MIN_CPU_WIDTH = 512  # of models that CPUs compute in bfloat16
 
 
 class ComputeDtype(NamedTuple):
-  """A format and the reason for it.
+  """A format and the reason for it."""
 
-  Attributes:
-    name: "float32", "bfloat16" or "float16".
-    reason: completes "computing in NAME, because ...".
-  """
-
-  name: str
-  reason: str
+  name: str  # "float32", "bfloat16" or "float16"
+  reason: str  # completes "computing in NAME, because ..."
 
 
 def compute_dtype_for(requested: str, device: Any, width: int) -> ComputeDtype:

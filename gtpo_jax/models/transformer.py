@@ -224,17 +224,12 @@ _recomputed.defvjp(lambda layer, *kept: (_recomputed(layer, *kept), kept), _reco
 
 
 class Repetition(nn.Module):
-  """The layers of one repetition of a pattern.
-
-  Attributes:
-    layer: `Layer`, or the same with remat.
-    kinds: of the layers.
-  """
+  """The layers of one repetition of a pattern."""
 
   config: ModelConfig
   mesh: Mesh
-  layer: Callable[..., nn.Module]
-  kinds: tuple[LayerKind, ...]
+  layer: Callable[..., nn.Module]  # `Layer`, or the same with remat
+  kinds: tuple[LayerKind, ...]  # of the layers
 
   def setup(self):
     """Declares the layers."""
@@ -259,14 +254,10 @@ class Transformer(nn.Module):
 
   `apply({"params": params}, tokens)` returns logits. The other methods are for the sampler and the
   trainer.
-
-  Attributes:
-    config: the architecture.
-    mesh: the devices that parameters and activations are split over.
   """
 
-  config: ModelConfig
-  mesh: Mesh
+  config: ModelConfig  # the architecture
+  mesh: Mesh  # the devices that parameters and activations are split over
 
   def setup(self):
     """Declares the embedding, the head, the stacked layers and the final norm."""

@@ -28,27 +28,16 @@ CONTAINER_LIMITS = (
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-  """What XLA's compiler asks about an NVIDIA GPU, from NVIDIA's data sheets and tuning guides.
+  """What XLA's compiler asks about an NVIDIA GPU, from NVIDIA's data sheets and tuning guides."""
 
-  Attributes:
-    name: the name that the driver reports.
-    capability: the compute capability, (major, minor).
-    cores: streaming multiprocessors.
-    fpus_per_core: float32 units of a multiprocessor.
-    threads_per_core: the most threads of a multiprocessor.
-    shared_memory: bytes of a multiprocessor.
-    l2_cache: bytes.
-    clock_ghz: boost clock.
-  """
-
-  name: str
-  capability: tuple[int, int]
-  cores: int
-  fpus_per_core: int
-  threads_per_core: int
-  shared_memory: int
-  l2_cache: int
-  clock_ghz: float
+  name: str  # the name that the driver reports
+  capability: tuple[int, int]  # the compute capability, (major, minor)
+  cores: int  # streaming multiprocessors
+  fpus_per_core: int  # float32 units of a multiprocessor
+  threads_per_core: int  # the most threads of a multiprocessor
+  shared_memory: int  # bytes of a multiprocessor
+  l2_cache: int  # bytes
+  clock_ghz: float  # boost clock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,27 +46,20 @@ class Chip:
 
   The values are the manufacturer's. The TPUs' link bandwidth was measured for "How to Scale Your
   Model" (jax-ml.github.io/scaling-book).
-
-  Attributes:
-    memory: bytes.
-    flops: peak FLOP per second in bfloat16, or in float16 if the chip has no bfloat16 units.
-    memory_bandwidth: bytes per second.
-    link_bandwidth: bytes per second that a device sends to its slice or node, over all links.
-    network_bandwidth: bytes per second that a device sends to other nodes; None for TPUs, whose
-      slices are not divided.
-    dimensions: number of dimensions of a TPU slice.
-    device_kind: the start of JAX's name of the device.
-    gpu: the description of a GPU; None for other chips.
   """
 
-  memory: int
+  memory: int  # bytes
+  # peak FLOP per second in bfloat16, or in float16 if the chip has no bfloat16 units
   flops: float | None = None
-  memory_bandwidth: float | None = None
+  memory_bandwidth: float | None = None  # bytes per second
+  # bytes per second that a device sends to its slice or node, over all links
   link_bandwidth: float | None = None
+  # bytes per second that a device sends to other nodes; None for TPUs, whose slices are not
+  # divided
   network_bandwidth: float | None = None
-  dimensions: int = 1
-  device_kind: str = ""
-  gpu: Gpu | None = None
+  dimensions: int = 1  # number of dimensions of a TPU slice
+  device_kind: str = ""  # the start of JAX's name of the device
+  gpu: Gpu | None = None  # the description of a GPU; None for other chips
 
   @property
   def usable_memory(self) -> int:

@@ -19,18 +19,12 @@ FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 class _Option(NamedTuple):
-  """An option, and where it pays.
+  """An option, and where it pays."""
 
-  Attributes:
-    platform: JAX's platform.
-    across: "devices" if it pays with several devices, "islands" if with several TPU slices, "" if
-      always.
-    values: its value by its name; XLA's versions have different names for it.
-  """
-
-  platform: str
+  platform: str  # JAX's platform
+  # "devices" if it pays with several devices, "islands" if with several TPU slices, "" if always
   across: str
-  values: Mapping[str, Any]
+  values: Mapping[str, Any]  # its value by its name; XLA's versions have different names for it
 
 
 OPTIONS = (

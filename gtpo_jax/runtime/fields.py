@@ -29,19 +29,12 @@ SHOWN_CHARS = 80  # of a value in a message
 
 
 class Bound(NamedTuple):
-  """The values that a setting may have.
+  """The values that a setting may have."""
 
-  Attributes:
-    accepts: whether a value is one of them.
-    description: completes "NAME must be ...".
-    reason: why, for values that look reasonable; may be empty.
-    largest: the largest integer.
-  """
-
-  accepts: Callable[[Any], bool]
-  description: str
-  reason: str = ""
-  largest: int = LARGEST_INTEGER
+  accepts: Callable[[Any], bool]  # whether a value is one of them
+  description: str  # completes "NAME must be ..."
+  reason: str = ""  # why, for values that look reasonable; may be empty
+  largest: int = LARGEST_INTEGER  # the largest integer
 
 
 def number(test: Callable[[Any], bool], description: str, kind: type = numbers.Real) -> Bound:
@@ -134,15 +127,10 @@ def find_problem(value: Any, bound: Bound | None = None) -> str:
 
 
 class Condition(NamedTuple):
-  """When a setting is read.
+  """When a setting is read."""
 
-  Attributes:
-    needed: completes "NAME only has an effect with ...".
-    holds: whether the setting is read, by the section or config that has it.
-  """
-
-  needed: str
-  holds: Callable[[Any], Any]
+  needed: str  # completes "NAME only has an effect with ..."
+  holds: Callable[[Any], Any]  # whether the setting is read, by the section or config that has it
 
 
 class UnreadError(UserError):
@@ -200,14 +188,10 @@ def _changed(
 
 
 class Checked:
-  """A base of dataclasses whose values are checked against their bounds when they are made.
+  """A base of dataclasses whose values are checked against their bounds when they are made."""
 
-  Attributes:
-    prefix: what error messages put in front of the name of a field.
-    read_if: by name, the conditions of fields that are not always read; they hold for the instance.
-  """
-
-  prefix: ClassVar[str] = ""
+  prefix: ClassVar[str] = ""  # what error messages put in front of the name of a field
+  # by name, the conditions of fields that are not always read; they hold for the instance
   read_if: ClassVar[Mapping[str, Condition]] = {}
 
   def __post_init__(self):

@@ -32,15 +32,11 @@ class Stop(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class Prompt:
-  """A prompt, whose keys and values its completions share.
+  """A prompt, whose keys and values its completions share."""
 
-  Attributes:
-    tokens: its ids.
-    routes: the experts that computed its tokens when it was last read, [length, layers with
-      experts, k], as in `Rollouts`; None until then, and without experts.
-  """
-
-  tokens: Sequence[int]
+  tokens: Sequence[int]  # its ids
+  # the experts that computed its tokens when it was last read, [length, layers with experts, k],
+  # as in `Rollouts`; None until then, and without experts
   routes: np.ndarray | None = None
 
 

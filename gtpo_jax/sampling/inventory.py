@@ -21,20 +21,13 @@ from gtpo_jax.sampling.settings import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """Batches of one size that are sampled in one way.
+  """Batches of one size that are sampled in one way."""
 
-  Attributes:
-    prompts: the prompts of a batch.
-    group: completions of each prompt.
-    sampling_params: how tokens are drawn.
-    resumes: whether completions that have tokens already are resumed.
-    turns: whether completions may leave their slots after a turn, and return with more tokens.
-  """
-
-  prompts: int
-  group: int
-  sampling_params: SamplingParams
-  resumes: bool = False
+  prompts: int  # the prompts of a batch
+  group: int  # completions of each prompt
+  sampling_params: SamplingParams  # how tokens are drawn
+  resumes: bool = False  # whether completions that have tokens already are resumed
+  # whether completions may leave their slots after a turn, and return with more tokens
   turns: bool = False
 
 

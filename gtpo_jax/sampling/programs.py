@@ -38,27 +38,18 @@ class SamplerState(NamedTuple):
 
 
 class ProgramSettings(NamedTuple):
-  """What the programs of an engine are made for.
+  """What the programs of an engine are made for."""
 
-  Attributes:
-    model: the trained model, LoRA adapters included, on the training mesh.
-    stop: token ids that end a completion.
-    pad: the padding id.
-    max_prompt_tokens: the most tokens of a prompt.
-    max_tokens: the most tokens of a completion.
-    vocab_limit: only token ids below this are sampled; None for the full vocabulary.
-    config: slots, chunk, cache format and kernel; what is unset follows the platform.
-    demand: the batches that will be sampled, if known.
-  """
-
-  model: Transformer
-  stop: Sequence[int]
-  pad: int
-  max_prompt_tokens: int
-  max_tokens: int
+  model: Transformer  # the trained model, LoRA adapters included, on the training mesh
+  stop: Sequence[int]  # token ids that end a completion
+  pad: int  # the padding id
+  max_prompt_tokens: int  # the most tokens of a prompt
+  max_tokens: int  # the most tokens of a completion
+  # only token ids below this are sampled; None for the full vocabulary
   vocab_limit: int | None = None
+  # slots, chunk, cache format and kernel; what is unset follows the platform
   config: EngineConfig = EngineConfig()
-  demand: Demand = Demand()
+  demand: Demand = Demand()  # the batches that will be sampled, if known
 
 
 class CacheSizes(abc.ABC):

@@ -6,17 +6,11 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-  """A stretch of time.
+  """A stretch of time."""
 
-  Attributes:
-    phase: "prefill", "decode", "reward" or "update".
-    begin: seconds.
-    end: seconds.
-    busy: the share of the slots that sampled a token, averaged over the decoding steps of a chunk;
-      0 for other phases.
-  """
-
-  phase: str
-  begin: float
-  end: float
+  phase: str  # "prefill", "decode", "reward" or "update"
+  begin: float  # seconds
+  end: float  # seconds
+  # the share of the slots that sampled a token, averaged over the decoding steps of a chunk; 0
+  # for other phases
   busy: float

@@ -13,21 +13,16 @@ from gtpo_jax.serving.requests import ApiError, ChatRequest, CompletionRequest
 
 
 class Part(NamedTuple):
-  """The next tokens of a completion.
+  """The next tokens of a completion."""
 
-  Attributes:
-    tokens: their ids.
-    log_probs: nats, under softmax(logits).
-    alternatives: for each token, the ids and log-probs of the most probable ones; empty unless the
-      completion wants them.
-    finish: "stop" or "length" if these are the last, "error" if there are no more; else "".
-    entropy: nats, of the policy at each of them; empty for a text that was scored.
-  """
-
-  tokens: list[int]
-  log_probs: list[float]
+  tokens: list[int]  # their ids
+  log_probs: list[float]  # nats, under softmax(logits)
+  # for each token, the ids and log-probs of the most probable ones; empty unless the completion
+  # wants them
   alternatives: list[tuple[list[int], list[float]]]
+  # "stop" or "length" if these are the last, "error" if there are no more; else ""
   finish: str = ""
+  # nats, of the policy at each of them; empty for a text that was scored
   entropy: Sequence[float] = ()
 
 

@@ -40,35 +40,24 @@ POSITIONS = 64  # of which logits exist at once
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ServedCompletion(Completion):
-  """A completion that somebody waits for.
+  """A completion that somebody waits for."""
 
-  Attributes:
-    deliver: receives the parts, on the generator's thread.
-    params: the policy, in the engine's layout; None for the generator's own.
-    cancelled: whether nobody waits for it any more.
-  """
-
-  deliver: Callable[[Part], None]
+  deliver: Callable[[Part], None]  # receives the parts, on the generator's thread
+  # the policy, in the engine's layout; None for the generator's own
   params: DecodeParams | None = None
-  cancelled: bool = False
+  cancelled: bool = False  # whether nobody waits for it any more
 
 
 @dataclasses.dataclass(eq=False)
 class ScoreJob:
-  """A text to score.
+  """A text to score."""
 
-  Attributes:
-    tokens: its ids.
-    deliver: receives a `Part` with the log-probs of all tokens but the first, on the generator's
-      thread; one with the finish "error" if scoring failed.
-    params: as in `ServedCompletion`.
-    cancelled: whether nobody waits for it any more.
-  """
-
-  tokens: Sequence[int]
+  tokens: Sequence[int]  # its ids
+  # receives a `Part` with the log-probs of all tokens but the first, on the generator's thread;
+  # one with the finish "error" if scoring failed
   deliver: Callable[[Part], None]
-  params: DecodeParams | None = None
-  cancelled: bool = False
+  params: DecodeParams | None = None  # as in `ServedCompletion`
+  cancelled: bool = False  # whether nobody waits for it any more
 
 
 class Full(Exception):

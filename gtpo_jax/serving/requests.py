@@ -372,15 +372,10 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-  """A request to /v1/completions, without its "model".
+  """A request to /v1/completions, without its "model"."""
 
-  Attributes:
-    prompt: texts, or lists of token ids.
-    echo: whether choices begin with the prompt.
-  """
-
-  prompt: Annotated[Any, AfterValidator(_check_prompts)]
-  echo: bool = False
+  prompt: Annotated[Any, AfterValidator(_check_prompts)]  # texts, or lists of token ids
+  echo: bool = False  # whether choices begin with the prompt
   logprobs: Annotated[Whole, Field(ge=0, le=ALTERNATIVES)] | None = None
   max_tokens: Annotated[Whole, Field(ge=0)] = COMPLETION_TOKENS
   best_of: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None

@@ -27,22 +27,15 @@ from gtpo_jax.training.state import loss_scale, scaled, unscale
 
 
 class UpdateSettings(NamedTuple):
-  """How an update is divided, and how its log-probs are computed.
+  """How an update is divided, and how its log-probs are computed."""
 
-  Attributes:
-    temperature: the sampling temperature; the trainer's log-probs are computed at it too.
-    minibatches: number of parts of the n prompts, each with its own gradient update.
-    epochs: number of passes over the batch.
-    micro_batches: number of parts of a minibatch over which the gradient is accumulated; see
-      `split_batch`.
-    head_chunk: as `chunk` of `head.log_probs_and_entropy`.
-  """
-
+  # the sampling temperature; the trainer's log-probs are computed at it too
   temperature: float = 1.0
-  minibatches: int = 1
-  epochs: int = 1
+  minibatches: int = 1  # number of parts of the n prompts, each with its own gradient update
+  epochs: int = 1  # number of passes over the batch
+  # number of parts of a minibatch over which the gradient is accumulated; see `split_batch`
   micro_batches: int = 1
-  head_chunk: int = 0
+  head_chunk: int = 0  # as `chunk` of `head.log_probs_and_entropy`
 
 
 class Minibatch(NamedTuple):
@@ -80,15 +73,10 @@ class Scores(NamedTuple):
 
 
 class Balance(NamedTuple):
-  """The inputs of the load-balancing loss of a minibatch.
+  """The inputs of the load-balancing loss of a minibatch."""
 
-  Attributes:
-    shares: as in `RecordedRoutes`, of the minibatch.
-    weight: f32[], of each token.
-  """
-
-  shares: jax.Array
-  weight: jax.Array
+  shares: jax.Array  # as in `RecordedRoutes`, of the minibatch
+  weight: jax.Array  # f32[], of each token
 
 
 def balance_of(model: Transformer, rollouts: Rollouts) -> Balance | None:

@@ -69,40 +69,28 @@ TABLE = partition_spec(("vocab", "vocab_embed"))
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
-  """How the head computes, the same for all tokens.
+  """How the head computes, the same for all tokens."""
 
-  Attributes:
-    mesh: the device mesh. b must be a multiple of its batch shards, v of context x tensor, and d of
-      fsdp.
-    temperature: the temperature of the policy.
-    chunk: approximate number of tokens whose logits a device has in memory at once; 0 for
-      `default_chunk`. Each chunk is a range of positions of all rows of the device.
-    precision: the precision of the matrix products.
-    entropy_gradient: whether the gradient flows through the entropy too, as for an entropy bonus.
-  """
-
+  # the device mesh. b must be a multiple of its batch shards, v of context x tensor, and d of
+  # fsdp
   mesh: Mesh
-  temperature: float
+  temperature: float  # the temperature of the policy
+  # approximate number of tokens whose logits a device has in memory at once; 0 for
+  # `default_chunk`. Each chunk is a range of positions of all rows of the device
   chunk: int
-  precision: str
+  precision: str  # the precision of the matrix products
+  # whether the gradient flows through the entropy too, as for an entropy bonus
   entropy_gradient: bool = False
 
 
 @flax.struct.dataclass
 class TeacherStates:
-  """The inputs of the divergences from a teacher.
+  """The inputs of the divergences from a teacher."""
 
-  Attributes:
-    hidden: [b, t, d'], the teacher's states at the policy's positions.
-    table: [v', d'], its output head. Only the ids that both have are compared.
-    weights: f32[b, t], the weight of each token's divergence in the loss.
-    distillation: names the divergence.
-  """
-
-  hidden: jax.Array
-  table: jax.Array
-  weights: jax.Array
-  distillation: Distillation = flax.struct.field(pytree_node=False)
+  hidden: jax.Array  # [b, t, d'], the teacher's states at the policy's positions
+  table: jax.Array  # [v', d'], its output head. Only the ids that both have are compared
+  weights: jax.Array  # f32[b, t], the weight of each token's divergence in the loss
+  distillation: Distillation = flax.struct.field(pytree_node=False)  # names the divergence
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -72,19 +72,12 @@ def softmax_statistics(
 
 
 class _Sums(NamedTuple):
-  """Sums over the logits z of a token, with m the largest of them.
+  """Sums over the logits z of a token, with m the largest of them."""
 
-  Attributes:
-    largest: m.
-    total: the sum of exp(z - m).
-    weighted: the sum of exp(z - m) (z - m).
-    squares: the sum of exp(2 (z - m)); None if it is not needed.
-  """
-
-  largest: jax.Array
-  total: jax.Array
-  weighted: jax.Array
-  squares: jax.Array | None = None
+  largest: jax.Array  # m
+  total: jax.Array  # the sum of exp(z - m)
+  weighted: jax.Array  # the sum of exp(z - m) (z - m)
+  squares: jax.Array | None = None  # the sum of exp(2 (z - m)); None if it is not needed
 
   def relative_to(self, largest: jax.Array) -> _Sums:
     """Returns the same sums with another number, at least as large, in place of m."""
@@ -123,14 +116,10 @@ def _in_one_pass(logits: jax.Array, squares: bool = False) -> _Sums:
 
 
 class Comparison(NamedTuple):
-  """How the distributions of policy and teacher compare at each token.
+  """How the distributions of policy and teacher compare at each token."""
 
-  Attributes:
-    divergence: f32[b, c], nats.
-    overlap: f32[b, c], the sum of the smaller of both probabilities: 1 minus the total variation.
-  """
-
-  divergence: jax.Array
+  divergence: jax.Array  # f32[b, c], nats
+  # f32[b, c], the sum of the smaller of both probabilities: 1 minus the total variation
   overlap: jax.Array
 
 

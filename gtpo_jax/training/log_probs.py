@@ -29,25 +29,17 @@ from gtpo_jax.training.state import BUILDER_CACHE_SIZE
 
 
 class Reading(NamedTuple):
-  """The inputs of a forward pass, and the tokens whose log-probs it computes.
+  """The inputs of a forward pass, and the tokens whose log-probs it computes."""
 
-  Attributes:
-    prompts: of the completions.
-    tokens: i32[n, g, t], the completions.
-    packing: the rows that completions share; None if each has its own.
-    targets: i32[n, g, t], tokens whose log-probs are computed after the same ones; None for
-      `tokens`.
-    routes: `Rollouts.routes`, with which tokens are computed as `ModelConfig.router_replay` says;
-      None if nothing was recorded. The prompts have their own.
-    shares: as in `RecordedRoutes`.
-  """
-
-  prompts: Prompts
-  tokens: jax.Array
-  packing: Packing | None = None
+  prompts: Prompts  # of the completions
+  tokens: jax.Array  # i32[n, g, t], the completions
+  packing: Packing | None = None  # the rows that completions share; None if each has its own
+  # i32[n, g, t], tokens whose log-probs are computed after the same ones; None for `tokens`
   targets: jax.Array | None = None
+  # `Rollouts.routes`, with which tokens are computed as `ModelConfig.router_replay` says; None if
+  # nothing was recorded. The prompts have their own
   routes: jax.Array | None = None
-  shares: jax.Array | None = None
+  shares: jax.Array | None = None  # as in `RecordedRoutes`
 
   @classmethod
   def of(cls, rollouts: Rollouts) -> Reading:
@@ -56,21 +48,13 @@ class Reading(NamedTuple):
 
 
 class Teaching(NamedTuple):
-  """A teacher whose distributions the policy is to match.
+  """A teacher whose distributions the policy is to match."""
 
-  Attributes:
-    model: its architecture.
-    params: its parameters.
-    distillation: names the divergence.
-    prompts: its prompts.
-    weights: f32[n, g, t], the weight of each token's divergence in the loss.
-  """
-
-  model: Transformer
-  params: Params
-  distillation: Distillation
-  prompts: Prompts
-  weights: jax.Array
+  model: Transformer  # its architecture
+  params: Params  # its parameters
+  distillation: Distillation  # names the divergence
+  prompts: Prompts  # its prompts
+  weights: jax.Array  # f32[n, g, t], the weight of each token's divergence in the loss
 
 
 def head_settings(

@@ -15,21 +15,15 @@ from gtpo_jax.models.experts.routing import RouterStatistics, expert_shares
 
 
 class UpdateMetrics(NamedTuple):
-  """The metrics of one gradient update, f32[] each; of several, with a leading axis [updates].
+  """The metrics of one gradient update, f32[] each; of several, with a leading axis [updates]."""
 
-  Attributes:
-    has_tokens: bool[], whether the minibatch has tokens in the loss.
-    gradient: by name, the loss and the norm of its gradient.
-    tokens: by name, means over tokens of the minibatch; NaN if it has no such tokens.
-    outcome: by name, whether the update was skipped or empty, and its coefficients.
-    mismatch: from `mismatch_metrics`.
-  """
-
-  has_tokens: jax.Array
-  gradient: dict[str, jax.Array]
+  has_tokens: jax.Array  # bool[], whether the minibatch has tokens in the loss
+  gradient: dict[str, jax.Array]  # by name, the loss and the norm of its gradient
+  # by name, means over tokens of the minibatch; NaN if it has no such tokens
   tokens: dict[str, jax.Array]
+  # by name, whether the update was skipped or empty, and its coefficients
   outcome: dict[str, jax.Array]
-  mismatch: dict[str, jax.Array]
+  mismatch: dict[str, jax.Array]  # from `mismatch_metrics`
 
 
 def mean_over_updates(measured: UpdateMetrics) -> dict[str, jax.Array]:

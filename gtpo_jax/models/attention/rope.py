@@ -18,19 +18,14 @@ class Yarn:
   """YaRN (2309.00071): rotary angles for contexts longer than in pre-training.
 
   Qwen's documentation recommends it for long inputs.
-
-  Attributes:
-    factor: ratio of the new context length to the original one.
-    original: context length of pre-training, in positions.
-    beta_fast: features with more rotations over `original` positions keep their frequency.
-    beta_slow: features with fewer rotations have their frequency divided by `factor`.
-    attention_factor: scale of the cosines and sines; None for 0.1 ln(factor) + 1.
   """
 
-  factor: float
-  original: int
+  factor: float  # ratio of the new context length to the original one
+  original: int  # context length of pre-training, in positions
+  # features with more rotations over `original` positions keep their frequency
   beta_fast: float = 32.0
-  beta_slow: float = 1.0
+  beta_slow: float = 1.0  # features with fewer rotations have their frequency divided by `factor`
+  # scale of the cosines and sines; None for 0.1 ln(factor) + 1
   attention_factor: float | None = None
 
   def __post_init__(self):
@@ -77,20 +72,13 @@ class Yarn:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-  """The scaling of Llama 3.1, 3.2 and 3.3 (`rope_type` "llama3" in Transformers).
+  """The scaling of Llama 3.1, 3.2 and 3.3 (`rope_type` "llama3" in Transformers)."""
 
-  Attributes:
-    factor: the divisor of low frequencies.
-    original: context length of pre-training, in positions.
-    low_freq_factor: features with fewer rotations over `original` positions are divided by
-      `factor`.
-    high_freq_factor: features with more rotations keep their frequency.
-  """
-
-  factor: float
-  original: int
+  factor: float  # the divisor of low frequencies
+  original: int  # context length of pre-training, in positions
+  # features with fewer rotations over `original` positions are divided by `factor`
   low_freq_factor: float
-  high_freq_factor: float
+  high_freq_factor: float  # features with more rotations keep their frequency
 
   def __post_init__(self):
     finite = math.isfinite(self.factor) and math.isfinite(self.high_freq_factor)
@@ -121,13 +109,9 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-  """All frequencies divided by a factor (`rope_type` "linear" in Transformers).
+  """All frequencies divided by a factor (`rope_type` "linear" in Transformers)."""
 
-  Attributes:
-    factor: the divisor.
-  """
-
-  factor: float
+  factor: float  # the divisor
 
   def __post_init__(self):
     if not (math.isfinite(self.factor) and self.factor >= 1):

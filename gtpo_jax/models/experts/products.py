@@ -34,16 +34,11 @@ BLOCKS_AT_A_TIME = 64
 
 
 class Blocks(NamedTuple):
-  """Blocks of rows, each of one expert. Those without rows come last.
+  """Blocks of rows, each of one expert. Those without rows come last."""
 
-  Attributes:
-    experts: i32[blocks], the expert of each.
-    used: i32[], how many have rows.
-    rows: i32[blocks, size], the row at each place, -1 for none; None if the rows lie in blocks.
-  """
-
-  experts: jax.Array
-  used: jax.Array
+  experts: jax.Array  # i32[blocks], the expert of each
+  used: jax.Array  # i32[], how many have rows
+  # i32[blocks, size], the row at each place, -1 for none; None if the rows lie in blocks
   rows: jax.Array | None = None
 
   def take(self, x: jax.Array, i: jax.Array) -> jax.Array:
@@ -98,18 +93,12 @@ class Blocks(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """How the choices of tokens [t] are computed, k choices for each token.
+  """How the choices of tokens [t] are computed, k choices for each token."""
 
-  Attributes:
-    to_rows: i32[1, r], the choice in [t k] that a row computes; -1 for padding.
-    from_rows: i32[1, t k], the row that computes a choice; -1 if its expert is not here.
-    blocks: the rows in blocks.
-    sizes: i32[experts], the rows of each expert, for the grouped form; else None.
-  """
-
-  to_rows: jax.Array
-  from_rows: jax.Array
-  blocks: Blocks
+  to_rows: jax.Array  # i32[1, r], the choice in [t k] that a row computes; -1 for padding
+  from_rows: jax.Array  # i32[1, t k], the row that computes a choice; -1 if its expert is not here
+  blocks: Blocks  # the rows in blocks
+  # i32[experts], the rows of each expert, for the grouped form; else None
   sizes: jax.Array | None = None
 
   def gather(self, x: jax.Array) -> jax.Array:

@@ -48,16 +48,13 @@ class RouterStatistics:
 
 @flax.struct.dataclass
 class RecordedRoutes:
-  """The recorded choices for the streams of a forward pass.
+  """The recorded choices for the streams of a forward pass."""
 
-  Attributes:
-    ids: for each stream, [n, g, s, layers with experts, k] as in `RouteShape`; within a layer,
-      [n, g, s, k]. None for a stream without any.
-    shares: f32[layers with experts, experts], the share of the batch's choices that each expert
-      got, for the load-balancing loss; within a layer, f32[experts]. None without that loss.
-  """
-
+  # for each stream, [n, g, s, layers with experts, k] as in `RouteShape`; within a layer, [n, g,
+  # s, k]. None for a stream without any
   ids: tuple[jax.Array | None, ...]
+  # f32[layers with experts, experts], the share of the batch's choices that each expert got, for
+  # the load-balancing loss; within a layer, f32[experts]. None without that loss
   shares: jax.Array | None = None
 
   def of_layers(self, layers: np.ndarray) -> RecordedRoutes:

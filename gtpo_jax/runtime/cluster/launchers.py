@@ -41,27 +41,16 @@ ABSENT = (ConnectionRefusedError, socket.gaierror)  # nobody listens; the name i
 
 
 class Launch(NamedTuple):
-  """What a launcher says about a run, and about this process.
+  """What a launcher says about a run, and about this process."""
 
-  Attributes:
-    launcher: its name, for messages.
-    count: processes of the run.
-    index: index of this process.
-    local_count: processes on this host.
-    local_index: index of this process among those on this host.
-    address: host:port of the first process; None if JAX finds it.
-    expected: where JAX will look for it, for messages; None if that is not known.
-    slices: of TPUs, if a variable says so.
-  """
-
-  launcher: str
-  count: int
-  index: int
-  local_count: int = 1
-  local_index: int = 0
-  address: str | None = None
-  expected: str | None = None
-  slices: int | None = None
+  launcher: str  # its name, for messages
+  count: int  # processes of the run
+  index: int  # index of this process
+  local_count: int = 1  # processes on this host
+  local_index: int = 0  # index of this process among those on this host
+  address: str | None = None  # host:port of the first process; None if JAX finds it
+  expected: str | None = None  # where JAX will look for it, for messages; None if that is not known
+  slices: int | None = None  # of TPUs, if a variable says so
 
   def advice(self, first: str | None = None) -> str:
     """Returns what to check if not all processes join.

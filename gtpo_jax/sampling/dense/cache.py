@@ -49,15 +49,10 @@ class DenseKV(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DenseCache:
-  """The device functions of the dense cache; see `Cache`.
+  """The device functions of the dense cache; see `Cache`."""
 
-  Attributes:
-    model: the architecture, on the sampling mesh.
-    dtype: format of keys and values: float32, bfloat16, float16 or int8.
-  """
-
-  model: Transformer
-  dtype: str
+  model: Transformer  # the architecture, on the sampling mesh
+  dtype: str  # format of keys and values: float32, bfloat16, float16 or int8
 
   def zeros(self, rows: int, positions: int) -> list[KV]:
     """Returns zeroed keys and values of `rows` rows over all shards, per layer."""

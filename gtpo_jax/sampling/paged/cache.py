@@ -29,18 +29,12 @@ SMALLEST_CHUNK = 16  # positions
 class PagedCache:
   """The device functions of the paged cache; see `Cache`. Its `kv` is one `Pages` per layer with
   attention.
-
-  Attributes:
-    model: the architecture, on the sampling mesh.
-    dtype: format of keys and values: float32, bfloat16, float16 or int8.
-    page: positions of a page.
-    kernel: "pallas" (TPU) or "triton" (GPU).
   """
 
-  model: Transformer
-  dtype: str
-  page: int
-  kernel: str
+  model: Transformer  # the architecture, on the sampling mesh
+  dtype: str  # format of keys and values: float32, bfloat16, float16 or int8
+  page: int  # positions of a page
+  kernel: str  # "pallas" (TPU) or "triton" (GPU)
 
   def zeros(self, pages: int) -> list[Pages]:
     """Returns a zeroed pool of `pages` pages over all shards, per layer."""

@@ -31,16 +31,12 @@ Written = Sequence[Sequence[Sequence[tuple[int, Any]]]]
 
 
 class RoutesRead(NamedTuple):
-  """The experts that computed the tokens of a prefill.
+  """The experts that computed the tokens of a prefill."""
 
-  Attributes:
-    routes: [rows, width, layers with experts, k], as in `Rollouts`, on the devices; the tokens of a
-      row are its last ones.
-    rows: pairs of a row, and what the caller calls its sequence.
-  """
-
+  # [rows, width, layers with experts, k], as in `Rollouts`, on the devices; the tokens of a row
+  # are its last ones
   routes: Any
-  rows: list[tuple[int, Any]]
+  rows: list[tuple[int, Any]]  # pairs of a row, and what the caller calls its sequence
 
 
 def routes_of(
