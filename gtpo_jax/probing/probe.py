@@ -224,10 +224,7 @@ class _Measurement:
     config = self._config
     worker = self._parts.worker
     if worker.episodes:
-      raise UserError(
-        "completions are continued, which does not work with episodes: leave out "
-        "arms such as vineppo"
-      )
+      raise UserError("episodes cannot be continued; leave out arms such as vineppo")
     policy = worker.policy(self._params)
     keys = group_keys(config, policy.engine, KeyStream.CONTINUE, batch.groups, config.batch.group)
     manager = self._parts.reward_manager
@@ -249,8 +246,9 @@ class _Measurement:
         np.stack([x[f"{name}/{key}"] for x in own]) for key in ("vector", "shares")
       )
       found[name] = result_of_arm(vectors, true, shares)
-      ranks = [float(x[key]) for x in own if (key := f"{name}/mc_rank") in x]
-      if ranks := [x for x in ranks if not math.isnan(x)]:
+      ranks = [float(x.get(f"{name}/mc_rank", math.nan)) for x in own]
+      ranks = [x for x in ranks if not math.isnan(x)]
+      if len(ranks) > 1:
         found[name]["mc_rank"] = mean_interval(ranks)
     compare(found, SHUFFLED)
     size = len(true.mean)
