@@ -4,7 +4,7 @@ r"""Qwen2.5-7B-Instruct on GSM8K with GTPO and LoRA on an int4 base, on one T4.
                --config.model.path=Qwen/Qwen2.5-7B-Instruct
 
 Hardware: one GPU with 16 GB, such as Colab's T4 (topology t4:1, 1 GPU). Update and sampler read the
-same arrays of the base. It has neither been run on one nor planned to the end.
+same arrays of the base. It was planned (11.22 GiB), not run.
 """
 
 from gtpo_jax.config import load_config

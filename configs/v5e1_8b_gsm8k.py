@@ -4,7 +4,7 @@ r"""Qwen3-8B on GSM8K with GTPO and LoRA on an int4 base, on one TPU v5e chip.
                --config.model.path=Qwen/Qwen3-8B
 
 Hardware: one chip with 16 GB, such as Colab's TPU v5e-1 (topology v5e:1x1, 1 chip). Update and
-sampler read the same arrays of the base. It has neither been run on one nor planned to the end.
+sampler read the same arrays of the base. It was planned (11.58 GiB), not run.
 """
 
 from gtpo_jax.config import load_config
