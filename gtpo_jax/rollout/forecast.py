@@ -9,7 +9,7 @@ weights once for either.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -227,6 +227,29 @@ def planned(
   return simulation
 
 
+def measured(
+  config: Config,
+  engine: Engine,
+  groups: Sequence[Sequence[Path]],
+  metrics: Sequence[Mapping[str, float]],
+) -> Simulation:
+  """Returns the simulation of a run without staleness, from some of its steps.
+
+  Args:
+    config: the run's config.
+    engine: of the policy.
+    groups: the completions of these steps.
+    metrics: of the steps.
+  """
+  simulation = Simulation(config, engine, groups)
+  without_waits = [[[(n, 0.0) for n, _ in path] for path in row] for row in groups]
+  steps = Simulation(config, engine, without_waits).run(0).step_s
+  sampling = [x["time/sample"] * (1 - x.get("env/idle_share", 0.0)) for x in metrics]
+  simulation.token_s = float(np.median(sampling)) / steps
+  simulation.update_s = float(np.median([x["time/update"] for x in metrics]))
+  return simulation
+
+
 class Observer:
   """Remembers the lengths and waits of some steps of a run, and then forecasts."""
 
@@ -244,7 +267,7 @@ class Observer:
     self._engine = engine
     self._steps = range(first, first + 6)
     self._groups: list[list[Path]] = []
-    self._metrics: list[tuple[float, float]] = []  # seconds of sampling without waits, of updates
+    self._metrics: list[Mapping[str, float]] = []
 
   def observe(self, step: int, groups: Sequence[Any], metrics: dict[str, float]) -> str:
     """Takes the groups and the metrics of a step; returns a line once there are enough, or ""."""
@@ -253,16 +276,10 @@ class Observer:
     own = [[path_of(x) for x in group.completions if not x.guided] for group in groups]
     most = COMPLETIONS // len(self._steps) // max(len(own[0]), 1)
     self._groups += own[: max(most, 1)]
-    sampling_s = metrics["time/sample"] * (1 - metrics.get("env/idle_share", 0.0))
-    self._metrics.append((sampling_s, metrics["time/update"]))
+    self._metrics.append(metrics)
     if step != self._steps[-1] or len(self._metrics) < len(self._steps):
       return ""
-    simulation = Simulation(self._config, self._engine, self._groups)
-    sampling_s, update_s = np.median(self._metrics, axis=0).tolist()
-    without_waits = [[[(n, 0.0) for n, _ in path] for path in row] for row in self._groups]
-    steps = Simulation(self._config, self._engine, without_waits).run(0).step_s
-    simulation.token_s = sampling_s / steps
-    simulation.update_s = update_s
+    simulation = measured(self._config, self._engine, self._groups, self._metrics)
     line = advice(simulation, f"lengths of steps {self._steps[0]} to {step}")
     return "" if "would not pay" in line else line
 

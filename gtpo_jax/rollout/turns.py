@@ -318,8 +318,10 @@ class TurnQueue:
       events |= more
     asked = {place: event for place, event in events.items() if isinstance(event, Ask)}
     return {
-      "asked": [[*place, *ask[:-1], list(ask.stop)] for place, ask in sorted(asked.items())],
-      "ended": [[*place, str(x.stop)] for place, x in events.items() if isinstance(x, Episode)],
+      "asked": [[list(k), j, *ask[:-1], list(ask.stop)] for (k, j), ask in sorted(asked.items())],
+      "ended": [
+        [list(k), j, str(x.stop)] for (k, j), x in events.items() if isinstance(x, Episode)
+      ],
     }
 
   def _events(self) -> dict[Place, Ask | Episode]:

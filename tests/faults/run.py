@@ -25,6 +25,7 @@ from gtpo_jax.environments import Step
 from gtpo_jax.environments.episodes import Episodes
 from gtpo_jax.logs.journal import Journal
 from gtpo_jax.rollout import turns
+from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.turns import Turns
 from gtpo_jax.sampling.programs import Programs
@@ -74,6 +75,37 @@ async def slow_player(row, client, seed):
   correct = await player(row, client, seed)
   await asyncio.sleep(0.02 + seed % 7 / 100)
   return correct
+
+
+def tell_tokens():
+  """Prints a checksum of each batch's tokens, and the most exchanges of requests in a chunk."""
+  collect = Collector.collect
+  step = turns.TurnQueue.step
+  exchange = turns.broadcast_from_first
+  exchanges = 0
+  of_chunks = []
+
+  def counted(make):
+    nonlocal exchanges
+    exchanges += 1
+    return exchange(make)
+
+  def counted_step(self):
+    before = exchanges + bool(self._asked_before)  # what was asked for during the update
+    ended = step(self)
+    of_chunks.append(exchanges - before)
+    return ended
+
+  def told(self, *args):
+    batch = collect(self, *args)
+    drawn = [(x.tokens, x.versions) for group in batch.groups for x in group.completions]
+    total = zlib.crc32(b"".join(x.tobytes() for pair in drawn for x in pair))
+    print(f"tokens {total}, exchanges {max(of_chunks)}", flush=True)
+    return batch
+
+  Collector.collect = told
+  turns.TurnQueue.step = counted_step
+  turns.broadcast_from_first = counted
 
 
 def arm(action, count):
@@ -196,6 +228,8 @@ if __name__ == "__main__":
   sys.modules["run"] = sys.modules["__main__"]  # for reward.verifier = run:verify
   # With 5 s, all turns are answered before the next chunk, so that sums round alike.
   turns.GRACE_S = float(os.environ.get("GRACE_S", "5"))
+  if os.environ.get("TELL_TOKENS"):
+    tell_tokens()
   if sys.argv[1] != "-":
     action, point, count = sys.argv[1].split(":")
     mark(point, arm(action, count))

@@ -3,6 +3,8 @@
 They end as if nothing had happened, in one process and in two.
 """
 
+import re
+
 import numpy as np
 import orbax.checkpoint
 import pytest
@@ -118,6 +120,15 @@ def test_a_run_that_is_killed_and_stopped_ends_alike(name, events, tmp_path):
   assert result_of(tmp_path / "run") == result_of(tmp_path / "whole")
 
 
+AGENTS_IN_FLIGHT = {
+  **{key: x for key, x in AGENTS.items() if key != "batch.max_gen_batches"},
+  "algorithm.name": "gtpo",
+  "env.agent": "run:slow_player",
+  "sampling.staleness": 1,
+  "sampling.slots": 6,
+  "sampling.chunk": 3,
+  "steps": 6,
+}
 KILLS_IN_FLIGHT = [  # ordered so that each point can still be reached after the earlier kills
   ("kill:turn:60", -9),
   ("term:chunk:40", 143),
@@ -142,9 +153,7 @@ KILLS_IN_FLIGHT = [  # ordered so that each point can still be reached after the
 )
 def test_agents_in_flight_begin_again_after_each_kill(events, tmp_path):
   """No group is lost, trained on twice or older than allowed, and the run names what it repeats."""
-  in_flight = {"sampling.staleness": 1, "sampling.slots": 6, "sampling.chunk": 3, "steps": 6}
-  plain = {key: x for key, x in AGENTS.items() if key != "batch.max_gen_batches"}
-  settings = plain | in_flight | {"algorithm.name": "gtpo", "env.agent": "run:slow_player"}
+  settings = AGENTS_IN_FLIGHT
   named = 0
   for event, code in [*events, ("-", 0)]:
     done = start(tmp_path / "run", event, settings, GRACE_S="0.003")
@@ -163,6 +172,21 @@ def test_agents_in_flight_begin_again_after_each_kill(events, tmp_path):
   assert int(left["begun"]) == 6 * n + kept
   places = {tuple(place) for place in np.asarray(left["place"])[:kept].tolist()}
   assert len(places) == kept and all(k * n + i < left["begun"] for k, i in places)
+
+
+@pytest.mark.slow
+def test_two_processes_with_agents_in_flight_have_the_same_tokens(tmp_path, monkeypatch):
+  """Only the first has agents. It tells the other once a chunk what they ask for."""
+  monkeypatch.setenv("TELL_TOKENS", "1")
+  monkeypatch.setenv("GRACE_S", "0.003")
+  settings = AGENTS_IN_FLIGHT | {"steps": 3, "eval.every": 0}
+  codes, printed = start_two(tmp_path / "run", "-", 0, settings)
+  assert codes == [0, 0], printed
+  first, second = (re.findall(r"tokens (\d+), exchanges (\d)", text) for text in printed)
+  assert len(first) == 3 and first == second
+  assert {most for _, most in first} == {"1"}
+  rows = read_result(tmp_path / "run")[0]
+  assert max(row.get("groups/unfinished", 0) for row in rows) > 0
 
 
 def two(workdir, settings, event="-", victim=0):

@@ -1,11 +1,15 @@
 """What a simulated schedule says of staleness: numbers worked by hand, and what a run needs."""
 
+import functools
+
 import numpy as np
 import pytest
 from experience_cases import G, N, coins, collect, config_of, random_worker  # noqa: F401
 
+import gtpo_jax
 from gtpo_jax.rollout.forecast import Observer, Simulation, advice, lengths_from, path_of
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.session import Pace
 
 PLAIN = {"sampling.slots": 4 * N * G, "sampling.chunk": 4}
@@ -99,3 +103,27 @@ def test_a_run_says_it_once(monkeypatch):
   said = [(step, line) for step, line in enumerate(lines, 1) if line]
   assert len(said) <= 1
   assert all(step == 8 and "(lengths of steps 3 to 8)" in line for step, line in said)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_long_tail_says_it(monkeypatch, capsys):
+  """One completion of a batch is long. The observer is told to count although this is a CPU."""
+  begin = Observer.__init__
+
+  def one_is_long(engine, prompts, keys, *, original):
+    limits = np.full(keys.shape[:2], 3)
+    limits.flat[keys[..., 1].argmax()] = 96
+    return original(engine, prompts, keys, limits)
+
+  def counts(self, *args):
+    begin(self, *args)
+    self._counts = True  # although this is a CPU
+
+  limited = functools.partialmethod(one_is_long, original=Engine.completions)
+  monkeypatch.setattr(Engine, "completions", limited)
+  monkeypatch.setattr(Observer, "__init__", counts)
+  sizes = {"batch.prompts": 4, "batch.group": 4, "sampling.max_tokens": 96, "steps": 10}
+  gtpo_jax.train(config_of("gtpo", **sizes))
+  printed = capsys.readouterr().out
+  assert printed.count("would make a step about") == 1
+  assert "x faster (lengths of steps 3 to 8)" in printed
