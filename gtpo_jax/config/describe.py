@@ -87,22 +87,16 @@ FOREIGN_NAMES = {name: ours for ours, names in _ELSEWHERE.items() for name in na
 
 
 class FieldDescription(NamedTuple):
-  """A field of the config.
+  """A field of the config."""
 
-  Attributes:
-    name: its dotted name.
-    kind: the name of its type.
-    default: its default; for a setting of an algorithm, the published value of `gtpo`, or None if
-      `gtpo` does not read it.
-    values: the bound of its values, such as "at least 0 and finite"; empty if its type says all.
-    meaning: what it does.
-  """
-
-  name: str
-  kind: str
+  name: str  # its dotted name
+  kind: str  # the name of its type
+  # its default; for a setting of an algorithm, the published value of `gtpo`, or None if `gtpo`
+  # does not read it
   default: Any
+  # the bound of its values, such as "at least 0 and finite"; empty if its type says all
   values: str
-  meaning: str
+  meaning: str  # what it does
 
 
 def describe(section: Any = None, prefix: str = "") -> Iterator[FieldDescription]:

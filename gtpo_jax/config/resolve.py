@@ -22,17 +22,11 @@ from gtpo_jax.runtime.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedModel:
-  """The model that a config names.
+  """The model that a config names."""
 
-  Attributes:
-    folder: the local Hugging Face folder with weights and tokenizer; None for a preset.
-    config: its architecture, in the run's number formats.
-    compute_dtype_reason: completes "computing in FORMAT, because ...".
-  """
-
-  folder: Path | None
-  config: ModelConfig
-  compute_dtype_reason: str
+  folder: Path | None  # the local Hugging Face folder with weights and tokenizer; None for a preset
+  config: ModelConfig  # its architecture, in the run's number formats
+  compute_dtype_reason: str  # completes "computing in FORMAT, because ..."
 
 
 def resolve_model(config: Config, device: Any = None) -> ResolvedModel:

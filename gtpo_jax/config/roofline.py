@@ -125,23 +125,14 @@ CPU_BFLOAT16_GAIN = 1.4  # with units for it
 
 
 class Expected(NamedTuple):
-  """The seconds that the parts of a run are expected to take, all completions at full length.
+  """The seconds that the parts of a run are expected to take, all completions at full length."""
 
-  Attributes:
-    sample: of a step.
-    update: of a step.
-    evaluation: of one.
-    warm_start: of all its steps.
-    factor: by which the seconds can be wrong either way.
-    basis: what they are computed from.
-  """
-
-  sample: float
-  update: float
-  evaluation: float
-  warm_start: float
-  factor: float
-  basis: str
+  sample: float  # of a step
+  update: float  # of a step
+  evaluation: float  # of one
+  warm_start: float  # of all its steps
+  factor: float  # by which the seconds can be wrong either way
+  basis: str  # what they are computed from
 
   @property
   def step(self) -> float:

@@ -29,15 +29,10 @@ REFERENCE = make("rloo", loss_aggregation="constant")
 
 
 class Arm(NamedTuple):
-  """A way to assign credit.
+  """A way to assign credit."""
 
-  Attributes:
-    algorithm: its advantages and its loss.
-    shuffled: whether its entropies are permuted first, which makes it a control.
-  """
-
-  algorithm: Algorithm
-  shuffled: bool = False
+  algorithm: Algorithm  # its advantages and its loss
+  shuffled: bool = False  # whether its entropies are permuted first, which makes it a control
 
   def derivative(
     self, config: Config, signals: Signals, rollouts: Rollouts, seed: Sequence[int]

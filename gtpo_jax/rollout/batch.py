@@ -28,21 +28,15 @@ from gtpo_jax.training.packing import abstract_packing, plan_rows, row_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """A step's batch.
+  """A step's batch."""
 
-  Attributes:
-    groups: n groups, with their problems, completions and rewards on the host.
-    rollouts: [n, g, ...], on the mesh.
-    rewards: [n, g], on the mesh.
-    metrics: statistics of all sampled completions, dropped ones included, and the time spent.
-    spans: when the step's prompts were prefilled, its tokens decoded and its rewards awaited, in
-      seconds since the beginning of the step.
-  """
-
-  groups: Sequence[Group]
-  rollouts: Rollouts
-  rewards: Rewards
+  groups: Sequence[Group]  # n groups, with their problems, completions and rewards on the host
+  rollouts: Rollouts  # [n, g, ...], on the mesh
+  rewards: Rewards  # [n, g], on the mesh
+  # statistics of all sampled completions, dropped ones included, and the time spent
   metrics: dict[str, float]
+  # when the step's prompts were prefilled, its tokens decoded and its rewards awaited, in seconds
+  # since the beginning of the step
   spans: list[Span]
 
   @property

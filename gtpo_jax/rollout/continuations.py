@@ -26,37 +26,24 @@ from gtpo_jax.sampling.settings import SamplingParams
 
 
 class Values(NamedTuple):
-  """The values of the prefixes of a batch's completions.
+  """The values of the prefixes of a batch's completions."""
 
-  Attributes:
-    mean: f64[n, g, c], the mean reward of the continuations of each prefix, penalties included;
-      NaN where none has a verdict, and for prefixes that a completion does not have.
-    error: f64[n, g, c], its standard error; NaN for fewer than two verdicts.
-    tokens: the tokens that were drawn.
-  """
-
+  # f64[n, g, c], the mean reward of the continuations of each prefix, penalties included; NaN
+  # where none has a verdict, and for prefixes that a completion does not have
   mean: np.ndarray
-  error: np.ndarray
-  tokens: int
+  error: np.ndarray  # f64[n, g, c], its standard error; NaN for fewer than two verdicts
+  tokens: int  # the tokens that were drawn
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueEstimator:
-  """Measures values of prefixes by continuations.
+  """Measures values of prefixes by continuations."""
 
-  Attributes:
-    worker: decodes completions.
-    reward_manager: scores the continuations. Each prefix is a group of its own.
-    policy: continues the prefixes.
-    sampling_params: how tokens are drawn.
-    stopping: called after each chunk of tokens.
-  """
-
-  worker: RolloutWorker
-  reward_manager: RewardManager
-  policy: Policy
-  sampling_params: SamplingParams
-  stopping: Callable[[], bool] = lambda: False
+  worker: RolloutWorker  # decodes completions
+  reward_manager: RewardManager  # scores the continuations. Each prefix is a group of its own
+  policy: Policy  # continues the prefixes
+  sampling_params: SamplingParams  # how tokens are drawn
+  stopping: Callable[[], bool] = lambda: False  # called after each chunk of tokens
 
   def values(
     self,

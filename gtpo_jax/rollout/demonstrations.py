@@ -25,17 +25,11 @@ Say = Callable[[int, Sequence[tuple[str, str]]], str]
 
 
 class Demonstration(NamedTuple):
-  """A prompt and the completion to imitate.
+  """A prompt and the completion to imitate."""
 
-  Attributes:
-    prompt: its token ids.
-    completion: its token ids, with the answers of an environment.
-    drawn: for each token of the completion, whether it is to be imitated.
-  """
-
-  prompt: list[int]
-  completion: list[int]
-  drawn: list[bool]
+  prompt: list[int]  # its token ids
+  completion: list[int]  # its token ids, with the answers of an environment
+  drawn: list[bool]  # for each token of the completion, whether it is to be imitated
 
 
 class Script(Writer):

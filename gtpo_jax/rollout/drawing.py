@@ -70,17 +70,11 @@ class UniformDrawing:
 
 
 class Outcomes(NamedTuple):
-  """What is known of the problems. The arrays are replaced, never changed.
+  """What is known of the problems. The arrays are replaced, never changed."""
 
-  Attributes:
-    right: f32[problems], correct completions; earlier groups count less (`DECAY`).
-    tried: f32[problems], completions with a verdict, weighted in the same way.
-    numbers: the problem of each group that has begun and is not yet trained on.
-  """
-
-  right: np.ndarray
-  tried: np.ndarray
-  numbers: Mapping[Index, int]
+  right: np.ndarray  # f32[problems], correct completions; earlier groups count less (`DECAY`)
+  tried: np.ndarray  # f32[problems], completions with a verdict, weighted in the same way
+  numbers: Mapping[Index, int]  # the problem of each group that has begun and is not yet trained on
 
 
 class DrawingByDifficulty:

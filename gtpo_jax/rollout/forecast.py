@@ -33,17 +33,11 @@ Path = Sequence[tuple[int, float]]  # of each turn its tokens, and the seconds o
 
 
 class Forecast(NamedTuple):
-  """The means of steps.
+  """The means of steps."""
 
-  Attributes:
-    step_s: the time of one.
-    draws: its decode steps.
-    idle: the share of the slots' decode steps that draw no token.
-  """
-
-  step_s: float
-  draws: float
-  idle: float
+  step_s: float  # the time of one
+  draws: float  # its decode steps
+  idle: float  # the share of the slots' decode steps that draw no token
 
 
 class _Playing:

@@ -22,24 +22,18 @@ from gtpo_jax.runtime.errors import UserError
 
 
 class FrozenPolicies(NamedTuple):
-  """The frozen policies that the config asks for.
+  """The frozen policies that the config asks for."""
 
-  Attributes:
-    guide: in sampling layout; None for no guide.
-    reference: the model and its parameters in training layout; None for no reference.
-    digests: by config key (such as guide.path), a digest of the parameters.
-    steps: by config key, the checkpoint's step, for policies that come from a run.
-    teacher: like `reference`, if it scores the sampled tokens. The parameters are None if they are
-      the policy's current ones.
-    matched: the parameters of the teacher, if its distributions are matched and it is frozen;
-      otherwise None.
-  """
-
-  guide: Policy | None
+  guide: Policy | None  # in sampling layout; None for no guide
+  # the model and its parameters in training layout; None for no reference
   reference: tuple[Transformer, Params] | None
-  digests: dict[str, str]
-  steps: dict[str, int]
+  digests: dict[str, str]  # by config key (such as guide.path), a digest of the parameters
+  steps: dict[str, int]  # by config key, the checkpoint's step, for policies that come from a run
+  # like `reference`, if it scores the sampled tokens. The parameters are None if they are the
+  # policy's current ones
   teacher: tuple[Transformer, Params | None] | None = None
+  # the parameters of the teacher, if its distributions are matched and it is frozen; otherwise
+  # None
   matched: Params | None = None
 
   @property

@@ -25,32 +25,24 @@ SNAPSHOTS = "snapshots"  # the name of the array of snapshots in a checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
-  """The scores of one batch, in host arrays.
+  """The scores of one batch, in host arrays."""
 
-  Attributes:
-    correct: bool[n, g]; False if not scored.
-    scored: bool[n, g]; whether the completion has a verdict and every part of its reward. A
-      completion that was cut off needs no verdict: it is wrong.
-    reward: f32[n, g], the weighted sum of the parts.
-    added: f32[n, g], the part of `reward` that is added to entropy-shaped rewards: the sum of the
-      parts other than "correct"; 0 for algorithms without entropy shaping.
-    penalty: f32[n, g] <= 0, the length penalty.
-    valid: bool[n, g]; `scored`, and not removed by the overlong filter.
-    parts: f32[n, g, k], the parts without their weights; None unless the algorithm needs them.
-    part_weights: f32[n, k], their weights; None likewise.
-    tallies: the mean of each part other than "correct", the number of completions that are not
-      scored, and the metrics of episodes and of a judge.
-  """
-
-  correct: np.ndarray
+  correct: np.ndarray  # bool[n, g]; False if not scored
+  # bool[n, g]; whether the completion has a verdict and every part of its reward. A completion
+  # that was cut off needs no verdict: it is wrong
   scored: np.ndarray
-  reward: np.ndarray
+  reward: np.ndarray  # f32[n, g], the weighted sum of the parts
+  # f32[n, g], the part of `reward` that is added to entropy-shaped rewards: the sum of the parts
+  # other than "correct"; 0 for algorithms without entropy shaping
   added: np.ndarray
-  penalty: np.ndarray
-  valid: np.ndarray
+  penalty: np.ndarray  # f32[n, g] <= 0, the length penalty
+  valid: np.ndarray  # bool[n, g]; `scored`, and not removed by the overlong filter
+  # the mean of each part other than "correct", the number of completions that are not scored, and
+  # the metrics of episodes and of a judge
   tallies: Tallies
+  # f32[n, g, k], the parts without their weights; None unless the algorithm needs them
   parts: np.ndarray | None = None
-  part_weights: np.ndarray | None = None
+  part_weights: np.ndarray | None = None  # f32[n, k], their weights; None likewise
 
   @property
   def metrics(self) -> dict[str, float]:
@@ -73,24 +65,18 @@ class RewardResult:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """All completions of one prompt.
+  """All completions of one prompt."""
 
-  Attributes:
-    index: the generation batch that it belongs to, and its row there.
-    problem: the problem.
-    version: the number of updates when it began.
-    completions: the policy's, then a guide's once these have ended; () until it is sampled.
-    rewards: their rewards, in host arrays without the axis n; None until all completions have ended
-      and are scored.
-    snapshot: with an environment, a snapshot of the episodes of a group without rewards, as a text;
-      "" if there is none.
-  """
-
-  index: tuple[int, int]
-  problem: Problem
-  version: int
+  index: tuple[int, int]  # the generation batch that it belongs to, and its row there
+  problem: Problem  # the problem
+  version: int  # the number of updates when it began
+  # the policy's, then a guide's once these have ended; () until it is sampled
   completions: Sequence[Completion] = ()
+  # their rewards, in host arrays without the axis n; None until all completions have ended and
+  # are scored
   rewards: Rewards | None = None
+  # with an environment, a snapshot of the episodes of a group without rewards, as a text; "" if
+  # there is none
   snapshot: str = ""
 
   @property

@@ -199,23 +199,19 @@ def _config_of_folder(folder: Path, max_tokens: int | None) -> Config:
 
 
 class ServingLimits(NamedTuple):
-  """What a server computes at once, and how.
+  """What a server computes at once, and how."""
 
-  Attributes:
-    max_prompt_tokens: the longest prompt; None for what the model's context has space for.
-    max_tokens: the longest completion; None for what the model's context has space for.
-    compute_dtype: the format of activations; None for the run's own, or the platform's.
-    slots: the completions that run at once; 0 for 32 on a CPU and the engine's default elsewhere.
-    batch_invariant: see `EngineConfig`.
-    adapters: the rank of adapters that policies have beside one base; 0 for policies that are
-      weights of their own.
-  """
-
+  # the longest prompt; None for what the model's context has space for
   max_prompt_tokens: int | None = None
+  # the longest completion; None for what the model's context has space for
   max_tokens: int | None = None
+  # the format of activations; None for the run's own, or the platform's
   compute_dtype: str | None = None
+  # the completions that run at once; 0 for 32 on a CPU and the engine's default elsewhere
   slots: int = 0
-  batch_invariant: bool = False
+  batch_invariant: bool = False  # see `EngineConfig`
+  # the rank of adapters that policies have beside one base; 0 for policies that are weights of
+  # their own
   adapters: int = 0
 
 

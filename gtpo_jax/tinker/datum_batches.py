@@ -31,19 +31,13 @@ DEVICE_TOKENS = 32_768
 
 @flax.struct.dataclass
 class Rows:
-  """Sequences that are computed together.
+  """Sequences that are computed together."""
 
-  Attributes:
-    prompts: [n, p].
-    tokens: i32[n, g, t], what the model reads after each prompt; the last one is not read.
-    targets: i32[n, g, t].
-    inputs: of the loss.
-  """
-
-  prompts: Prompts
+  prompts: Prompts  # [n, p]
+  # i32[n, g, t], what the model reads after each prompt; the last one is not read
   tokens: jax.Array
-  targets: jax.Array
-  inputs: LossInputs
+  targets: jax.Array  # i32[n, g, t]
+  inputs: LossInputs  # of the loss
 
 
 # Where each sequence of a batch is: its index in the request, its prompt, its place in the group.

@@ -61,28 +61,18 @@ REFUSED = {
 
 @flax.struct.dataclass
 class LossInputs:
-  """What a loss reads besides log-probs: f32[n, g, t] each, and 0 on padding.
+  """What a loss reads besides log-probs: f32[n, g, t] each, and 0 on padding."""
 
-  Attributes:
-    present: 1 on tokens that there are.
-    weights: of cross_entropy.
-    log_probs: nats, of the sampler.
-    advantages: what tokens are paid.
-    ratio_mask: not 0 on the tokens whose ratios make the sequence's.
-    kind: the index of the loss in `PER_TOKEN`.
-    low, high: bounds of the ratio, of ppo, cispo and gspo.
-    beta: of dro.
-  """
-
-  present: jax.Array
-  weights: jax.Array
-  log_probs: jax.Array
-  advantages: jax.Array
-  ratio_mask: jax.Array
+  present: jax.Array  # 1 on tokens that there are
+  weights: jax.Array  # of cross_entropy
+  log_probs: jax.Array  # nats, of the sampler
+  advantages: jax.Array  # what tokens are paid
+  ratio_mask: jax.Array  # not 0 on the tokens whose ratios make the sequence's
+  # the index of the loss in `PER_TOKEN`. low, high: bounds of the ratio, of ppo, cispo and gspo
   kind: jax.Array
   low: jax.Array
   high: jax.Array
-  beta: jax.Array
+  beta: jax.Array  # of dro
 
 
 @dataclasses.dataclass(frozen=True)

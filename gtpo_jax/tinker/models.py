@@ -51,19 +51,12 @@ FIRST_SNAPSHOT_S = 0.1  # that saving a state is assumed to take
 
 
 class ServedBase(NamedTuple):
-  """The model that all others begin with.
+  """The model that all others begin with."""
 
-  Attributes:
-    name: what clients call it.
-    worker: its tokenizer and its engine.
-    params: its weights, on the training mesh.
-    source: the folder or hub id that it came from.
-  """
-
-  name: str
-  worker: RolloutWorker
-  params: Params
-  source: str
+  name: str  # what clients call it
+  worker: RolloutWorker  # its tokenizer and its engine
+  params: Params  # its weights, on the training mesh
+  source: str  # the folder or hub id that it came from
 
   @property
   def vocab(self) -> int:
@@ -190,24 +183,17 @@ class StepSettings:
 
 
 class TrainingPrograms(NamedTuple):
-  """The compiled programs of an architecture.
+  """The compiled programs of an architecture."""
 
-  Attributes:
-    abstract: shapes, dtypes and shardings of the trained parameters, and of the optimizer state.
-    init: trained parameters -> optimizer state.
-    zeros: () -> a gradient of 0.
-    accumulate: (trained, frozen, gradient so far, rows, per_token) -> (gradient, `BatchScores`).
-    forward: (trained, frozen, rows, per_token) -> `BatchScores`.
-    apply: (trained, optimizer state, gradient, `StepSettings`) -> (trained, optimizer state, norm
-      of the gradient f32[], whether it was finite bool[]); a step that is not finite changes
-      nothing.
-  """
-
+  # shapes, dtypes and shardings of the trained parameters, and of the optimizer state
   abstract: tuple[Params, Any]
-  init: Any
-  zeros: Any
+  init: Any  # trained parameters -> optimizer state
+  zeros: Any  # () -> a gradient of 0
+  # (trained, frozen, gradient so far, rows, per_token) -> (gradient, `BatchScores`)
   accumulate: Any
-  forward: Any
+  forward: Any  # (trained, frozen, rows, per_token) -> `BatchScores`
+  # (trained, optimizer state, gradient, `StepSettings`) -> (trained, optimizer state, norm of the
+  # gradient f32[], whether it was finite bool[]); a step that is not finite changes nothing
   apply: Any
 
 

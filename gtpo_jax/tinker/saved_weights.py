@@ -41,22 +41,15 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,127}")
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-  """What a client has asked a model to be.
+  """What a client has asked a model to be."""
 
-  Attributes:
-    base_model: the name that the client uses.
-    rank: of the adapters; 0 for all weights.
-    seed: of the adapters' random matrices.
-    train_mlp, train_attn: which matrices have adapters.
-    metadata: the client's own.
-  """
-
-  base_model: str
-  rank: int
+  base_model: str  # the name that the client uses
+  rank: int  # of the adapters; 0 for all weights
+  # of the adapters' random matrices. train_mlp, train_attn: which matrices have adapters
   seed: int = 0
   train_mlp: bool = True
   train_attn: bool = True
-  metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the client's own
 
   @property
   def targets(self) -> tuple[str, ...]:
@@ -68,37 +61,22 @@ _Time = Annotated[float, Field(ge=0, lt=LATEST)]
 
 
 class About(BaseModel):
-  """What is noted beside weights.
+  """What is noted beside weights."""
 
-  Attributes:
-    run: the model that they are from.
-    owner: the client.
-    spec: what the client has asked that model to be.
-    created: when, in seconds since 1970.
-    seq: the number of the request that has saved them.
-    metadata: the client's own.
-    expires: when they are deleted; None for never.
-  """
-
-  run: str
-  owner: str
-  spec: Spec
-  created: _Time
-  seq: int = -1
-  metadata: dict[str, str] | None = None
-  expires: _Time | None = None
+  run: str  # the model that they are from
+  owner: str  # the client
+  spec: Spec  # what the client has asked that model to be
+  created: _Time  # when, in seconds since 1970
+  seq: int = -1  # the number of the request that has saved them
+  metadata: dict[str, str] | None = None  # the client's own
+  expires: _Time | None = None  # when they are deleted; None for never
 
 
 class Saved(NamedTuple):
-  """Saved weights.
+  """Saved weights."""
 
-  Attributes:
-    folder: where they are.
-    about: whose they are.
-  """
-
-  folder: Path
-  about: About
+  folder: Path  # where they are
+  about: About  # whose they are
 
   @property
   def path(self) -> str:

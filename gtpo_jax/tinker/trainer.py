@@ -244,19 +244,12 @@ class Trainer:
 
 
 class Batch(NamedTuple):
-  """A request to compute a loss.
+  """A request to compute a loss."""
 
-  Attributes:
-    data: the sequences.
-    loss: the loss with its settings.
-    credit: the recipe that makes the advantages; None for those that were sent.
-    forward_only: whether no gradient is wanted.
-  """
-
-  data: Sequence[Datum]
-  loss: Loss
-  credit: Algorithm | None
-  forward_only: bool
+  data: Sequence[Datum]  # the sequences
+  loss: Loss  # the loss with its settings
+  credit: Algorithm | None  # the recipe that makes the advantages; None for those that were sent
+  forward_only: bool  # whether no gradient is wanted
 
 
 def read_batch(message: Any, base: ServedBase) -> Batch:

@@ -28,26 +28,17 @@ MAX_LENGTH = 1 << 20  # tokens of a datum, whatever the model
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-  """Something to do.
+  """Something to do."""
 
-  Attributes:
-    op: the path of the protocol.
-    target: the id of the model, or of the sampler.
-    seq: its number among the target's requests.
-    body: what is asked, mostly as it was sent.
-    drawn: f32[tokens of all data] as bytes, for credit: the entropies of tokens that were sampled
-      here, NaN for others.
-    digest: of the path and the body that were sent.
-    spec: of the new model that it makes.
-  """
-
-  op: str
-  target: str
-  seq: int
-  body: bytes
+  op: str  # the path of the protocol
+  target: str  # the id of the model, or of the sampler
+  seq: int  # its number among the target's requests
+  body: bytes  # what is asked, mostly as it was sent
+  # f32[tokens of all data] as bytes, for credit: the entropies of tokens that were sampled here,
+  # NaN for others
   drawn: bytes = b""
-  digest: bytes = b""
-  spec: dict[str, Any] | None = None
+  digest: bytes = b""  # of the path and the body that were sent
+  spec: dict[str, Any] | None = None  # of the new model that it makes
 
   @property
   def id(self) -> str:
@@ -57,19 +48,12 @@ class Submission:
 
 @dataclasses.dataclass(frozen=True)
 class StoredResult:
-  """What became of a request.
+  """What became of a request."""
 
-  Attributes:
-    kind: JSON, PROTO, or ERROR with a message as its body.
-    body: what the client gets.
-    fault: of an error: "user" or "server".
-    entropy: f32[number of tokens], nats, of a sample's tokens.
-  """
-
-  kind: str
-  body: bytes
-  fault: str = ""
-  entropy: np.ndarray | None = None
+  kind: str  # JSON, PROTO, or ERROR with a message as its body
+  body: bytes  # what the client gets
+  fault: str = ""  # of an error: "user" or "server"
+  entropy: np.ndarray | None = None  # f32[number of tokens], nats, of a sample's tokens
 
 
 def refusal(error: Exception, what: str) -> StoredResult:
@@ -87,35 +71,22 @@ def refusal(error: Exception, what: str) -> StoredResult:
 
 
 class SampledSpan(NamedTuple):
-  """Targets that were sampled here.
+  """Targets that were sampled here."""
 
-  Attributes:
-    start: the position of the first among the targets.
-    length: how many.
-    sequence: the id of the sample.
-    offset: the place of the first in it.
-  """
-
-  start: int
-  length: int
-  sequence: str
-  offset: int
+  start: int  # the position of the first among the targets
+  length: int  # how many
+  sequence: str  # the id of the sample
+  offset: int  # the place of the first in it
 
 
 @dataclasses.dataclass(frozen=True)
 class Datum:
-  """A sequence to learn from.
+  """A sequence to learn from."""
 
-  Attributes:
-    tokens: i32[s], what the model reads.
-    targets: i32[s], what it should predict at each position.
-    inputs: f32[s] each, the other inputs of the loss by name.
-    spans: the targets that were sampled here; None if the client does not say.
-  """
-
-  tokens: np.ndarray
-  targets: np.ndarray
-  inputs: Mapping[str, np.ndarray]
+  tokens: np.ndarray  # i32[s], what the model reads
+  targets: np.ndarray  # i32[s], what it should predict at each position
+  inputs: Mapping[str, np.ndarray]  # f32[s] each, the other inputs of the loss by name
+  # the targets that were sampled here; None if the client does not say
   spans: tuple[SampledSpan, ...] | None
 
 

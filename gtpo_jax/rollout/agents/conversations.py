@@ -19,21 +19,14 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass
 class Conversation:
-  """A conversation of which all tokens are kept as they were drawn or read.
+  """A conversation of which all tokens are kept as they were drawn or read."""
 
-  Attributes:
-    number: its place in the episode.
-    tools: the tools that its requests show.
-    messages: of the requests, and the answers to them.
-    tokens: all after the first of the prompt.
-    ended: whether the latest turn ended with an end token.
-  """
-
-  number: int
-  tools: Sequence[Mapping[str, Any]]
+  number: int  # its place in the episode
+  tools: Sequence[Mapping[str, Any]]  # the tools that its requests show
+  # of the requests, and the answers to them
   messages: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  ended: bool = False
+  tokens: list[int] = dataclasses.field(default_factory=list)  # all after the first of the prompt
+  ended: bool = False  # whether the latest turn ended with an end token
 
 
 class Transcript:
