@@ -132,11 +132,7 @@ class DataSection:
 
   @property
   def sources(self) -> list[tuple[str, float]]:
-    """The tasks or sources to train on, with their weights.
-
-    Raises:
-      UserError: `train` cannot be parsed.
-    """
+    """The tasks or sources to train on, with their weights."""
     parts = _names(self.train)
     if len(parts) == 1 and "*" not in parts[0].rpartition('"')[2]:
       return [(_unquoted(parts[0]), 1.0)]

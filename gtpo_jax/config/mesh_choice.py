@@ -61,11 +61,7 @@ def working_mesh(config: Config, devices: Sequence[Any]) -> Sizes | None:
 
 
 def check_divisible(config: Config, model: Transformer) -> None:
-  """Checks that a run's batches and positions can be sharded over the mesh of its model.
-
-  Raises:
-    UserError: they cannot.
-  """
+  """Checks that a run's batches and positions can be sharded over the mesh of its model."""
   if model.mesh.shape["expert"] > 1 and model.config.mixture is None:
     raise UserError(
       f"mesh.expert = {model.mesh.shape['expert']}, but the model has no experts; use mesh.fsdp"

@@ -150,9 +150,6 @@ def fit_update(
     devices: of the mesh; they need not be attached.
     chip: what they are; None if unknown, or a CPU.
     memory: the bytes of each device that programs can use; None if unknown.
-
-  Raises:
-    UserError: the mesh does not fit the devices or the model.
   """
   config = _fit_base(config, devices, memory)
   remat, micro_batches = config.model.remat, config.batch.micro_batches

@@ -156,9 +156,6 @@ class Chat:
     """Encodes each text by itself, as plain characters, between the parts of the template.
 
     This is safe for texts that spell a control token, also together with the template around them.
-
-    Raises:
-      UserError: the template does not contain each message once; it may leave thinking out.
     """
     texts: list[str] = []
     guarded = [{**message, "content": self._guarded(message, texts)} for message in messages]

@@ -99,9 +99,6 @@ def to_problem(
       without one.
     needs: what the row must have. A reward function of the user, or a judge, needs no "answer"; an
       environment needs no "prompt" either. What is missing is empty.
-
-  Raises:
-    ValueError: the row is malformed.
   """
   if isinstance(row, ValueError):
     raise row
@@ -184,11 +181,7 @@ def _problem(row: Row, location: str, fields: RowFields, needs: Collection[str])
 def _with_choices(
   messages: tuple[dict[str, str], ...], choices: Choices
 ) -> tuple[dict[str, str], ...]:
-  """Adds the choices to the last message, unless it lists them already.
-
-  Raises:
-    ValueError: the message lists them with other letters, or with numbers.
-  """
+  """Adds the choices to the last message, unless it lists them already."""
   *others, last = messages
   labels = [
     re.findall(

@@ -76,9 +76,6 @@ def hold_out(loaded: Loaded, name: str) -> tuple[Loaded, Loaded]:
   Args:
     loaded: the problems of a source.
     name: of the source, for errors.
-
-  Raises:
-    UserError: there is only one problem.
   """
   if len(loaded.problems) == 1:
     raise UserError(
@@ -145,11 +142,7 @@ def load_records(
 
 
 def record_rows(records: Iterable[Row], name: str) -> Iterator[LocatedRow]:
-  """Returns rows in memory with their locations.
-
-  Raises:
-    UserError: `records` is not an iterable of dicts.
-  """
+  """Returns rows in memory with their locations."""
   if isinstance(records, str | bytes | Mapping) or not isinstance(records, Iterable):
     raise UserError(
       f"{name} must be a list of dicts, got {type(records).__name__} {str(records)[:60]!r}; "

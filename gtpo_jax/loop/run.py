@@ -104,11 +104,7 @@ class Run:
 
   @phase("set-up")
   def set_up(self) -> TrainState:
-    """Makes everything that the loop uses, and restores or makes the state that it starts from.
-
-    Raises:
-      Stopped: the run was asked to stop during the warm start.
-    """
+    """Makes everything that the loop uses, and restores or makes the state that it starts from."""
     config = self.config
     worker, folder, say = self.worker, self._place.folder, self.display.say
     for line in describe_run(config, worker):
@@ -194,22 +190,13 @@ class Run:
       yield i
 
   def collect(self, params: Params, step: int) -> Batch:
-    """Samples and scores the completions of a step.
-
-    Raises:
-      Stopped: the run was asked to stop.
-      FunctionError: a function of the user ended the run.
-    """
+    """Samples and scores the completions of a step."""
     self._step_began = time.perf_counter()
     with _sampled_again(self.collector):
       return self.collector.collect(params, step, self.display.say, self._stopping)
 
   def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
-    """Returns the next state and the metrics of the step. The old state's memory is reused.
-
-    Raises:
-      Stopped: the run was asked to stop before the update was compiled.
-    """
+    """Returns the next state and the metrics of the step. The old state's memory is reused."""
     segments = self._measured_segments(state, batch)
     collected = time.perf_counter()
     return_freed_memory()
@@ -296,9 +283,6 @@ class Run:
     """Writes the policy as a Hugging Face folder every `checkpoint.export_every` steps.
 
     A resumed run replaces the folders of the steps that it repeats.
-
-    Raises:
-      UserError: the folder cannot be written.
     """
     section = self.config.checkpoint
     step = int(state.step)

@@ -86,9 +86,6 @@ def declare(
     axes: a logical axis (see `runtime.mesh.RULES`) for each dimension.
     dtype: the stored dtype.
     roles: the roles of the axes.
-
-  Raises:
-    ValueError: the name has no kind, or `roles.inputs` does not fit its kind.
   """
   if name not in KINDS:
     raise ValueError(

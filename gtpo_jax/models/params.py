@@ -62,10 +62,6 @@ def param_shardings(model: Transformer) -> Params:
   """Returns a `NamedSharding` for every parameter, from the names of its axes.
 
   Key/value heads are replicated if the tensor axis does not divide their number.
-
-  Raises:
-    UserError: the size of another axis is not a multiple of its number of shards, or positions are
-      split in a model with gated delta nets.
   """
   return jax.tree.map(lambda x: x.sharding, abstract_params(model))
 

@@ -64,9 +64,6 @@ def parse_arms(arms: str | Sequence[str], config: Config, controls: bool) -> dic
       the others are compared with.
     config: the user's config, which has the teacher and the settings of the rewards.
     controls: whether every arm that reads entropies is followed by a control with shuffled ones.
-
-  Raises:
-    UserError: an arm or a setting of it is unknown, is named twice, or cannot be probed here.
   """
   names = re.split(r",(?![^(]*\))", arms) if isinstance(arms, str) else list(arms)
   found: dict[str, Arm] = {}

@@ -192,11 +192,7 @@ class Placement:
     return rollouts, shard_batch(stack([group.rewards for group in groups]), self._mesh)
 
   def _teacher_prompts(self, groups: Sequence[Group]) -> Prompts:
-    """Returns the prompts that the teacher reads, padded on the left.
-
-    Raises:
-      UserError: one of them is too long.
-    """
+    """Returns the prompts that the teacher reads, padded on the left."""
     rows = [self._worker.encode_for_teacher(group.problem) for group in groups]
     tokens = np.full(
       (len(rows), self._config.teacher_prompt_tokens), self._worker.chat.pad, np.int32

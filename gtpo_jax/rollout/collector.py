@@ -314,11 +314,7 @@ class Collector:
     return arrays | self._drawing.save(self._kept) or None
 
   def restore(self, leftovers: dict[str, np.ndarray]) -> None:
-    """Restores what `leftovers` returned.
-
-    Raises:
-      UserError: it was saved under a config with other shapes.
-    """
+    """Restores what `leftovers` returned."""
     problem_at = self._drawing.restore(leftovers)
     if "begun" in leftovers:
       decode = self.worker.decode

@@ -62,9 +62,6 @@ class ValueEstimator:
       count: continuations of a prefix.
       keys: u32[n, g, 2], PRNG key data; the number of the prefix and of the continuation are
         folded in.
-
-    Raises:
-      Stopped: `stopping` returned True.
     """
     widest = max((len(x) for row in cuts for x in row), default=0)
     first: dict[int, int] = {}  # the completion whose keys the empty prefix of a group takes

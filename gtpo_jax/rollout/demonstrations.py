@@ -78,9 +78,6 @@ def play(
     problems: the problems.
     say: returns the turns.
     max_tokens: the most tokens of a completion.
-
-  Raises:
-    UserError: the environment failed in one of them.
   """
   played = broadcast_from_first(lambda: _play(worker, problems, say, max_tokens))
   return [Demonstration(*map(list, demonstration)) for demonstration in played]

@@ -214,9 +214,6 @@ class DrawingByDifficulty:
 
     Returns:
       A function from the index of a kept group to its problem.
-
-    Raises:
-      UserError: it was saved for another number of problems.
     """
     total = len(self._base)
     if arrays.get("difficulty_right", np.zeros(0)).shape != (total,):

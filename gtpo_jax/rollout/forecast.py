@@ -294,9 +294,6 @@ def lengths_from(text: str, longest: int, group: int) -> list[list[Path]]:
     text: a file with numbers of tokens between white space, or "lognormal:MEDIAN,SIGMA".
     longest: at which lengths are cut.
     group: completions per prompt.
-
-  Raises:
-    UserError: it is neither.
   """
   number = r"(\d+(?:\.\d+)?)"
   if found := re.fullmatch(rf"lognormal:{number},{number}", text):

@@ -153,11 +153,7 @@ class GroupPool:
     self.new_tokens += sum(completion.length for completion in guided)
 
   def score(self, groups: Sequence[Group], stopping: Callable[[], bool]) -> None:
-    """Waits for the rewards of some groups, which are then complete.
-
-    Raises:
-      Stopped: `stopping` returned True.
-    """
+    """Waits for the rewards of some groups, which are then complete."""
     began = time.perf_counter()
     result = self._pending.result(stopping, [group.index for group in groups])
     self.scoring_s += time.perf_counter() - began

@@ -261,9 +261,6 @@ def restore_groups(
     arrays: from `save_groups`.
     problem_at: returns the problem of a group's index.
     decode: turns rows of token ids into texts.
-
-  Raises:
-    UserError: the arrays were saved under a config with other shapes.
   """
   for name, x in leftovers_like(config).items():
     if name not in arrays or arrays[name].shape != x.shape:

@@ -49,11 +49,7 @@ class PolicySource(NamedTuple):
 
 
 def check_weights(worker: RolloutWorker) -> None:
-  """Reads the headers of the weights that a run starts from.
-
-  Raises:
-    UserError: a file is missing or damaged.
-  """
+  """Reads the headers of the weights that a run starts from."""
   if worker.model_folder:
     stored_tensors(worker.model_folder)
 

@@ -167,9 +167,6 @@ def _measure(
   Returns:
     The problems whose prompts are short enough, the locations of the others, and the
     malformed rows. A conversation that the chat template does not accept is a malformed row.
-
-  Raises:
-    UserError: there are more malformed rows than data.bad_rows.
   """
   fitting = []
   too_long = []

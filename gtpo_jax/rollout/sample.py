@@ -43,9 +43,6 @@ def sample_problems(
 
   Returns:
     n rows of g completions, group (-1, first + i) in row i.
-
-  Raises:
-    Stopped: `stopping` returned True.
   """
   groups = [Group((EVALUATION, i), problem, 0) for i, problem in enumerate(problems, first)]
   try:

@@ -72,9 +72,6 @@ class Turns:
     """Begins the episodes of new groups, and resumes others that are not played any more.
 
     A group whose environments do not repeat what they did begins again.
-
-    Raises:
-      Stopped: `stopping`, which is called about twice a second, returned True.
     """
     self._version = version
     if not self._episodes:
@@ -115,9 +112,6 @@ class Turns:
     """Samples the completions of open groups to their ends, and yields those that have ended.
 
     After this has yielded, the caller may stop iterating.
-
-    Raises:
-      Stopped: `stopping`, which all processes call after each chunk of tokens, returned True.
     """
     session = policy.engine.session(
       policy.params, rows, sampling_params, prompts_at_once=prompts_at_once

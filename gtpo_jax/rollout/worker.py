@@ -159,11 +159,7 @@ class RolloutWorker:
     return self._encode(problem, text, added)
 
   def encode_for_teacher(self, problem: Problem) -> list[int]:
-    """Returns the token ids that the teacher reads in place of `encode`'s.
-
-    Raises:
-      UserError: they are too many.
-    """
+    """Returns the token ids that the teacher reads in place of `encode`'s."""
     values = {"{prompt}": problem.messages[-1]["content"], "{answer}": problem.answer}
     text = re.sub("{prompt}|{answer}", lambda found: values[found[0]], self._teacher_prompt)
     tokens = self._encode(problem, text)
@@ -201,11 +197,7 @@ class RolloutWorker:
 
 
 def _stop_strings(chat: Chat, strings: Sequence[str]) -> StopStrings | None:
-  """Returns what finds stop strings in the completions of a tokenizer; None if there are none.
-
-  Raises:
-    UserError: the tokenizer cannot write one of them.
-  """
+  """Returns what finds stop strings in the completions of a tokenizer; None if there are none."""
   for string in strings:
     try:
       written = "".join(chat.decode([chat.encode_plain(string)]))

@@ -94,9 +94,6 @@ def check_bounds(section: Any, prefix: str) -> None:
   Args:
     section: the dataclass.
     prefix: what an error message puts in front of the name of a field, such as "algorithm.".
-
-  Raises:
-    UserError: a value is out of bounds.
   """
   for field in dataclasses.fields(section):
     value = getattr(section, field.name)
@@ -154,9 +151,6 @@ def refuse_unread(section: Any, conditions: Mapping[str, Condition], prefix: str
     section: a dataclass of settings, perhaps with further ones in it.
     conditions: by dotted name, for the settings that are not always read.
     prefix: what the message puts in front of a name.
-
-  Raises:
-    UnreadError: the setting has no effect.
   """
   for name, value, default in _changed(section):
     condition = conditions.get(name)

@@ -24,9 +24,6 @@ def require_package(module: str, what: str, extra: str, package: str = "") -> No
     what: what needs it, the subject of the message.
     extra: the extra of gtpo_jax that installs it.
     package: the name of the package, if it differs from the module's.
-
-  Raises:
-    MissingPackage: it is not installed.
   """
   if importlib.util.find_spec(module) is None:
     raise MissingPackage(f"{what} needs {package or module}: {install_command(extra)}")

@@ -35,9 +35,6 @@ def within(limit_s: float, function: Callable[[], Any], name: str = "gtpo limite
     limit_s: the limit in seconds.
     function: the function.
     name: the name of the thread.
-
-  Raises:
-    TimeoutError: it took longer than `limit_s`.
   """
   outcome: Future[Any] = Future()
 

@@ -60,9 +60,6 @@ class Engine:
       settings: the model, its tokens and limits, and how the engine runs.
       stop_strings: strings that end a completion, found on the host after each chunk; None for
         none.
-
-    Raises:
-      UserError: the attention kernel does not support this platform or head width.
     """
     self.programs = make_programs(settings._replace(stop=tuple(sorted(settings.stop))))
     self.model = self.programs.model

@@ -105,9 +105,6 @@ def warm_up(
     params: the parameters in sampling layout.
     workloads: what will be sampled.
     ready: called each time a program is compiled.
-
-  Raises:
-    Stopped: the run was asked to stop; see `stoppable_compiles`.
   """
   found = reachable(programs, workloads).values()
   compile_all([functools.partial(program.lower, params) for program in found], ready)

@@ -174,9 +174,6 @@ class EngineConfig(Checked):
       shards: devices along the batch axes of the sampling mesh.
       compute_dtype: the model's compute type.
       triton: whether the triton kernel supports this GPU and this model.
-
-    Raises:
-      UserError: the attention kernel does not run on `platform`.
     """
     cpu = platform == "cpu"
     fastest = {"tpu": "pallas", "gpu": "triton" if triton else "xla"}

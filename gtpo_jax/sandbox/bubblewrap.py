@@ -131,11 +131,7 @@ _LOCK = threading.Lock()
 
 @functools.cache
 def _sandbox_command() -> tuple[str, ...]:
-  """Returns a command prefix that runs the command after it in the sandbox, tested by a trial run.
-
-  Raises:
-    UserError: no sandbox works on this machine.
-  """
+  """Returns a command prefix for the sandbox, tested by a trial run."""
   if sys.platform != "linux":
     raise UserError(f"bubblewrap needs Linux, but this is {sys.platform}")
   bwrap = shutil.which("bwrap")

@@ -47,10 +47,6 @@ class Conversations:
     """Returns the ids of a conversation up to the assistant's turn.
 
     `variables` are the template's (`chat_template_kwargs`).
-
-    Raises:
-      ApiError: the model cannot call tools, or a message contains a control token.
-      UserError: the template does not accept the conversation.
     """
     if tools and self._parser is None:
       raise bad("this model's chat template has no tools; leave tools out", "tools")

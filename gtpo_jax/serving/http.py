@@ -221,11 +221,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-  """Returns a socket that listens.
-
-  Raises:
-    UserError: the address does not exist, or is in use.
-  """
+  """Returns a socket that listens."""
   try:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=1024)

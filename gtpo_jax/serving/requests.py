@@ -95,11 +95,7 @@ _Kind = TypeVar("_Kind", bound=Body)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-  """Returns the fields of a JSON object; those that are null are left out.
-
-  Raises:
-    ApiError: the body is too long, or no JSON object.
-  """
+  """Returns the fields of a JSON object; those that are null are left out."""
   if len(body) > MAX_BODY:
     raise ApiError(413, f"the body has {len(body)} bytes, over the limit of {MAX_BODY}")
   try:

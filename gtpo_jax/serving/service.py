@@ -41,10 +41,6 @@ class Service:
     Args:
       request: what was asked.
       loop: the event loop that reads the answer. This may be another thread's.
-
-    Raises:
-      ApiError: it cannot be answered.
-      UserError: the template does not accept the conversation.
     """
     self._check_space(request.n)
     for message in request.messages:

@@ -218,11 +218,7 @@ class Ledger:
 
   @contextlib.contextmanager
   def _transaction(self) -> Iterator[None]:
-    """What happens within is on disk afterwards, or did not happen.
-
-    Raises:
-      ApiError: the disk is full, or fails (503).
-    """
+    """What happens within is on disk afterwards, or did not happen."""
     with self.changed:
       try:
         self._db.execute("BEGIN IMMEDIATE")

@@ -199,11 +199,7 @@ class Store:
       return read_saved(folder)
 
   def snapshot(self, run: str) -> Saved:
-    """Returns the newest state of a model.
-
-    Raises:
-      ApiError: there is none, or it is damaged.
-    """
+    """Returns the newest state of a model."""
     seq = self.snapshot_seq(run)
     if seq < 0:
       raise bad("the model was not created")

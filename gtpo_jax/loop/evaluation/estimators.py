@@ -35,9 +35,6 @@ def best_of_k(rewards: np.ndarray, k: int) -> float:
 
   With the rewards in ascending order, reward i (from 0) is the maximum in C(i, k-1) of the C(n, k)
   subsets. If all rewards are 0 or 1, the result is pass@k.
-
-  Raises:
-    ValueError: k is not in [1, n].
   """
   _check(len(rewards), k)
   return float(np.sort(rewards) @ _maximum_weights(len(rewards), k))

@@ -90,9 +90,6 @@ class Evaluation:
     Returns:
       A dict of f64[n]. The mean of each array over the problems is the metric; a problem without a
       value has NaN.
-
-    Raises:
-      ValueError: one of `ks` is above g.
     """
     correct = self.sampled.with_verdict(self.sampled.correct)
     mean = [row.mean() if len(row) else math.nan for row in correct]

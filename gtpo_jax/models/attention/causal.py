@@ -38,10 +38,6 @@ def attention_kind(config: ModelConfig, mesh: Mesh) -> str:
   """Returns the attention kernel for full sequences: "splash", "cudnn" or "blocks".
 
   It is `config.attention` if that is set, otherwise the fastest supported kernel of the platform.
-
-  Raises:
-    UserError: `config.attention` does not support this platform, mesh, head width or these number
-      formats, or the GPU has no units for `config.compute_dtype`.
   """
   device = mesh.devices.flat[0]
   platform = device.platform

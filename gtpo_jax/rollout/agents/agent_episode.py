@@ -158,11 +158,7 @@ class AgentEpisode(Playing):
     return self._call.run()
 
   async def _answer(self, job: Job) -> None:
-    """Answers a request with a turn of the policy.
-
-    Raises:
-      End: a limit is reached.
-    """
+    """Answers a request with a turn of the policy."""
     try:
       if read := self._read(job):
         conversation, tokens = read
@@ -179,9 +175,6 @@ class AgentEpisode(Playing):
     """Returns the conversation of a request and the tokens of its new messages.
 
     None if the model cannot read them; then the request fails.
-
-    Raises:
-      End: a limit is reached.
     """
     limits = self._rules.limits
     if self.requests.flooded or len(self._turns) >= limits.max_turns:
@@ -195,11 +188,7 @@ class AgentEpisode(Playing):
     return conversation, tokens
 
   def _take(self, job: Job, conversation: Conversation, drawn: Drawn) -> Part:
-    """Adds a turn of the policy, and returns what answers its request.
-
-    Raises:
-      End: it reaches a limit.
-    """
+    """Adds a turn of the policy, and returns what answers its request."""
     part = Part(drawn.tokens, drawn.log_probs, [], "stop" if drawn.finished else "length")
     text = job.choices[0].text(part)
     turn = self._transcript.answer(conversation, part.tokens, text)
@@ -338,11 +327,7 @@ def _gone(stop: str) -> ApiError:
 
 
 def _common_start(chat: Chat) -> list[int]:
-  """Returns the token with which every conversation begins.
-
-  Raises:
-    UserError: there is none.
-  """
+  """Returns the token with which every conversation begins."""
   question = user("x")
   first = chat.encode_prompt(question)[0]
   try:

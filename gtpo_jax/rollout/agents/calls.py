@@ -95,11 +95,7 @@ class AgentCall:
 
 
 def checked_result(value: Any) -> Result:
-  """Returns what an agent has returned as a result whose fields are numbers.
-
-  Raises:
-    TypeError, ValueError: it is none; the message says why.
-  """
+  """Returns what an agent has returned as a result whose fields are numbers."""
   if value is None:
     return Result()
   if not isinstance(value, Result):

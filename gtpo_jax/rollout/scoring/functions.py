@@ -38,11 +38,7 @@ RewardFunction = Callable[..., Sequence[float | None]]
 
 
 def import_function(name: str) -> RewardFunction:
-  """Returns the reward function that `module:function` names.
-
-  Raises:
-    UserError: the name has another form, or the function cannot be imported.
-  """
+  """Returns the reward function that `module:function` names."""
   if not _is_qualified(name):
     raise UserError(
       f"reward part {name!r} is none of {', '.join([*BUILTIN_PARTS, *PARTS])}, "
@@ -77,11 +73,7 @@ def import_name(name: str, what: str) -> Any:
 
 
 def checked_callable(value: Any, what: str) -> Callable[..., Any]:
-  """Returns a value that can be called.
-
-  Raises:
-    UserError: it cannot; `what` names it.
-  """
+  """Returns a value that can be called."""
   if not callable(value):
     raise UserError(f"{what} is of type {type(value).__name__} and cannot be called")
   return value

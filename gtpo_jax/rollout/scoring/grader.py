@@ -14,11 +14,7 @@ from gtpo_jax.runtime.errors import UserError
 
 
 class Grader:
-  """The judge of a run, or none.
-
-  Raises:
-    UserError: the judge cannot be used.
-  """
+  """The judge of a run, or none."""
 
   def __init__(self, section: RewardSection):
     self._section = section
@@ -30,11 +26,7 @@ class Grader:
     return self._judge is not None
 
   def probe(self, say: Callable[[str], None]) -> None:
-    """Checks that the judge, if there is one, can be asked, and says so; otherwise closes it.
-
-    Raises:
-      UserError: it cannot.
-    """
+    """Checks that the judge, if there is one, can be asked, and says so; otherwise closes it."""
     if self._judge:
       try:
         seconds = broadcast_from_first(self._judge.probe)

@@ -105,9 +105,6 @@ class PendingRewards:
       stopping: called about every second; True ends the wait.
       groups: the groups whose scores are awaited, returned in this order and forgotten. All their
         completions were added. None for all groups, which are kept.
-
-    Raises:
-      Stopped: `stopping` returned True.
     """
     keys = list(self._problems if groups is None else groups)
     with jax.profiler.TraceAnnotation("reward"):

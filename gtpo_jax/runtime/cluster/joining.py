@@ -72,11 +72,7 @@ def join_processes() -> None:
 
 
 def join_timeout() -> int:
-  """Returns the seconds for which processes wait for each other at the start of a run.
-
-  Raises:
-    UserError: the variable `GTPO_JOIN_TIMEOUT_S` is no such number.
-  """
+  """Returns the seconds for which processes wait for each other at the start of a run."""
   text = os.environ.get(TIMEOUT) or str(JOIN_TIMEOUT_S)
   if not text.isdigit() or int(text) < 1:
     raise UserError(f"{TIMEOUT} must be a whole number of seconds, at least 1; got {text!r}")

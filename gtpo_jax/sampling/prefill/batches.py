@@ -50,11 +50,7 @@ def routes_of(
 
 
 def pad_prompts(ids: Sequence[Sequence[int]], width: int, pad: int) -> Prompts:
-  """Pads prompts on the left to host arrays [n, width].
-
-  Raises:
-    UserError: a prompt is empty or longer than `width`.
-  """
+  """Pads prompts on the left to host arrays [n, width]."""
   tokens = np.full((len(ids), width), pad, np.int32)
   for row, prompt in zip(tokens, ids, strict=True):
     if not len(prompt):
