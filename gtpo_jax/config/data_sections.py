@@ -231,7 +231,7 @@ class EnvSection(EpisodeLimits):
 
   @property
   def limits(self) -> EpisodeLimits:
-    """The limits alone."""
+    """The limits of an episode."""
     names = [field.name for field in dataclasses.fields(EpisodeLimits)]
     return EpisodeLimits(**{name: getattr(self, name) for name in names})
 

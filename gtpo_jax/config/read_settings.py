@@ -54,7 +54,7 @@ def _names(c: Config) -> list[str]:
 
 
 def _verifies(c: Config) -> bool:
-  """Whether verifiers of the kinds decide about any completion."""
+  """Whether the verifiers of problem kinds score completions."""
   return not c.reward.replaces_verifiers
 
 

@@ -259,7 +259,7 @@ def _batch_rows(batch: Any) -> list[Row | ValueError]:
 
 
 def arrow_row(row: Row, schema: Any) -> Row:
-  """Returns a row of Arrow whose values say what they stand for.
+  """Converts a row of Arrow to plain values.
 
   Numbers of less than 64 bits become the decimals that they stand for: Python has only 64-bit
   numbers, and the float32 number 0.1 would become 0.10000000149011612. Class labels of Hugging

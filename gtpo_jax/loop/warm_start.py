@@ -73,7 +73,7 @@ class TaskTeacher:
 
 
 class TurnTeacher:
-  """The imperfect teacher of a task with several turns, whose environment answers these."""
+  """The imperfect teacher of a task with several turns; the task's environment answers them."""
 
   name = "an imperfect teacher"
 

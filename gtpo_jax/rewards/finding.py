@@ -34,10 +34,7 @@ class Marked(NamedTuple):
 
 
 def after_thinking(text: str) -> str:
-  """Returns what follows the last thinking of a text.
-
-  Thinking that never ends has no answer: then it is what stands before the thinking.
-  """
+  """Returns the text after the last thinking block, or before a block that never ends."""
   ends = (text.rfind(close) + len(close) for _, close in THINKING if close in text)
   rest = text[max(ends, default=0) :]
   starts = (rest.find(start) for start, _ in THINKING if start in rest)

@@ -123,10 +123,10 @@ def sample_rows(
 ) -> tuple[SampledToken, Alternatives]:
   """Samples one token per row, each in its own way.
 
-  What a row draws does not depend on the others: it is what `sample_token` draws.
+  Each row draws what `sample_token` draws for it alone.
 
   Args:
-    rows: how.
+    rows: how each row is drawn.
     logits: f32[s, v].
     keys: typed PRNG keys [s].
 

@@ -159,7 +159,7 @@ class Experts(nn.Module):
     axes: tuple[Matrix, ...],
     is_split: bool,
   ) -> jax.Array:
-    """Returns the output for the tokens of one device, from its experts and other devices'.
+    """Returns the output for the tokens of one device, from the experts of all devices.
 
     Args:
       h, ids, weights: [n, g, s, ...] of this device.

@@ -55,7 +55,7 @@ SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two digits: 7 2 is no
 
 
 def spell_scales(text: str) -> str:
-  """Returns a text with the letters of sums of money as words: $2k is 2 thousand."""
+  """Spells the scales of sums of money: $2k is 2 thousand."""
   name = {"k": "thousand", "m": "million", "b": "billion"}
   return _MONEY.sub(lambda match: f"{match[1]} {name[match[2].lower()]}", text)
 

@@ -275,7 +275,7 @@ def _slices(name: str, hosts: list[str], index: int, values: Mapping[str, str]) 
   if not 0 <= slice_index < slices:
     raise UserError(
       f"{SLICE} must be in [0, {SLICES}), got {slice_index} and {slices}; set {SLICES} to the "
-      "number of slices that are started, and the other to another number in each"
+      f"number of slices that are started, and {SLICE} to a different number in each slice"
     )
   first = (values.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]).partition(":")[0]
   return Launch(
