@@ -14,13 +14,13 @@ import numpy as np
 
 from gtpo_jax.algorithms import Algorithm, make
 from gtpo_jax.arrays import Rewards, Rollouts, Signals
+from gtpo_jax.cli.probing.arms import shuffled_means, shuffled_tokens
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.truth import batch_truth, decides
 from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.models.params import Params
-from gtpo_jax.probing.arms import shuffled_means, shuffled_tokens
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies

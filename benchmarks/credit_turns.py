@@ -51,9 +51,9 @@ from study import (
 )
 from turn_tasks import TURN_TASKS, config_of
 
+from gtpo_jax.cli.probing.statistics import holm
 from gtpo_jax.logs.credit_scores import step_metrics
 from gtpo_jax.logs.truth import batch_truth
-from gtpo_jax.probing.statistics import holm
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 

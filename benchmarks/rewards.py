@@ -32,7 +32,7 @@ from gtpo_jax.rewards.code import run_code
 from gtpo_jax.rewards.math.verdicts import math_verdicts
 from gtpo_jax.rewards.math.worker_pool import close_pools
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sandbox.bubblewrap import sandbox_problem
+from gtpo_jax.runtime.sandbox.bubblewrap import sandbox_problem
 
 HOSTILE = ["9^{9^{9^9}}", "(" * 3000 + "{n}" + ")" * 3000, "(10^9)!"]
 HOSTILE_EVERY = 20

@@ -27,12 +27,12 @@ from credit_arms import collector_of, opened
 import gtpo_jax
 from gtpo_jax.algorithms import Algorithm, make
 from gtpo_jax.arrays import Signals
+from gtpo_jax.cli.probing.gradients import make_gradients
+from gtpo_jax.cli.probing.statistics import mean_interval
 from gtpo_jax.config import Config, load
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
-from gtpo_jax.probing.gradients import make_gradients
-from gtpo_jax.probing.statistics import mean_interval
 from gtpo_jax.training.log_probs import make_scorer
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "forks.py")

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from gtpo_jax.cli.probing.statistics import holm
 from gtpo_jax.loop.evaluation.estimators import pass_at_k
-from gtpo_jax.probing.statistics import holm
 from gtpo_jax.runtime.errors import UserError
 
 Result = dict[str, Any]

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `__getattr__` imports when it is used
   from gtpo_jax import algorithms, environments, models, rewards
+  from gtpo_jax.cli.probing import probe
   from gtpo_jax.config import default_config, load_config
   from gtpo_jax.loop import steps, train
-  from gtpo_jax.probing import probe
 
 __version__ = "0.5.0"
 __all__ = [
@@ -36,7 +36,7 @@ _PACKAGES = ("algorithms", "environments", "models", "rewards")
 _FUNCTIONS = {  # public name: (module, name in the module)
   "default_config": ("config", "default_config"),
   "load_config": ("config", "load_config"),
-  "probe": ("probing", "probe"),
+  "probe": ("cli.probing", "probe"),
   "steps": ("loop", "steps"),
   "train": ("loop", "train"),
 }

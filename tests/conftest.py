@@ -49,7 +49,7 @@ LONGEST = (  # folders and files that take longest; they begin first
   "test_loop",
   "test_cli",
   "models/hf/",
-  "python/test_python",
+  "loop/test_python",
   "test_notebooks",
   "test_docs",
   "faults/",

@@ -25,7 +25,7 @@ from gtpo_jax.runtime.startup import place_compile_cache
 def probe(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo probe`."""
   from gtpo_jax import config as configs
-  from gtpo_jax.probing import probe as measure
+  from gtpo_jax.cli.probing import probe as measure
 
   check_writable(args.json)
   config = configs.load(args.config, overrides)
@@ -59,7 +59,7 @@ def probe(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def table(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
   """Returns a line for each arm, with the estimates and their 95 % intervals."""
-  from gtpo_jax.probing.statistics import probe_rows
+  from gtpo_jax.cli.probing.statistics import probe_rows
 
   rows = probe_rows(arms)
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gtpo_jax.rewards.code import run_stdin
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sandbox.bubblewrap import sandbox_problem
+from gtpo_jax.runtime.sandbox.bubblewrap import sandbox_problem
 
 
 def python_tool(

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import ParamSpec
 
+from gtpo_jax.loop.results import Result, Step
 from gtpo_jax.loop.run import Run
-from gtpo_jax.python.results import Result, Step
 from gtpo_jax.runtime.errors import FunctionError, UserError, first_line
 from gtpo_jax.runtime.signals import Stopped
 

@@ -18,13 +18,13 @@ from gtpo_jax.config import Config, flatten, resolved_dict, with_compute_dtype
 from gtpo_jax.logs.display import Display, one_line
 from gtpo_jax.logs.profile import compile_count
 from gtpo_jax.logs.spool import open_logs
+from gtpo_jax.loop.inputs import Agent, MakeEnvironment, Records, resolve_inputs
 from gtpo_jax.loop.interruptions import closed_at_exit, saved_if_interrupted
+from gtpo_jax.loop.policy import TrainedPolicy
 from gtpo_jax.loop.prepare import dated, fit_here, prepare
+from gtpo_jax.loop.results import Result, Step
 from gtpo_jax.loop.run import Place, Run
 from gtpo_jax.models.hf.folder import fingerprints
-from gtpo_jax.python.inputs import Agent, MakeEnvironment, Records, resolve_inputs
-from gtpo_jax.python.policy import TrainedPolicy
-from gtpo_jax.python.results import Result, Step
 from gtpo_jax.rollout.scoring.functions import RewardFunction
 from gtpo_jax.runtime.cluster.agreement import agree, process_identity
 from gtpo_jax.runtime.compiling import stoppable_compiles

@@ -17,9 +17,9 @@ from gtpo_jax.config.updates import fit_update
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.trackers import check_trackers
+from gtpo_jax.loop.inputs import Inputs
 from gtpo_jax.loop.warm_start import Teacher, check_prompts, make_teacher
 from gtpo_jax.models.presets import PRESETS
-from gtpo_jax.python.inputs import Inputs
 from gtpo_jax.rollout.frozen import check_frozen
 from gtpo_jax.rollout.policies import check_weights
 from gtpo_jax.rollout.problems import held_out_problems, training_problems

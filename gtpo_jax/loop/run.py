@@ -37,12 +37,12 @@ from gtpo_jax.logs.trackers import make_trackers
 from gtpo_jax.logs.truth import Segments, batch_truth, segment_truth
 from gtpo_jax.loop.evaluations import Evaluations
 from gtpo_jax.loop.guards import Guards
+from gtpo_jax.loop.policy import TrainedPolicy
 from gtpo_jax.loop.prepare import Parts
+from gtpo_jax.loop.results import Result
 from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.loop.warm_up import warm_up_sampling, warm_up_training
 from gtpo_jax.models.params import Params
-from gtpo_jax.python.policy import TrainedPolicy
-from gtpo_jax.python.results import Result
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.forecast import Observer

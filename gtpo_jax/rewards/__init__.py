@@ -9,7 +9,7 @@ from gtpo_jax.rewards.synthetic import countdown_correct, forks_correct, last_nu
 from gtpo_jax.rewards.truth import MARKS, knows_truth, truth_marks
 from gtpo_jax.rewards.verifiers import PARTS, VERIFIERS, Score, score, verify
 from gtpo_jax.rewards.votes import VOTES
-from gtpo_jax.sandbox.bubblewrap import sandbox_problem
+from gtpo_jax.runtime.sandbox.bubblewrap import sandbox_problem
 
 __all__ = [
   "MARKS",

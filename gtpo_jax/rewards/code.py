@@ -1,6 +1,6 @@
 """Checks programs with unit tests (HumanEval, MBPP) or with expected outputs (APPS, TACO).
 
-The program is untrusted; the tests come from the dataset. `sandbox/inside.py` explains how the
+The program is untrusted; the tests come from the dataset. `inside.py` explains how the
 tests call the program in a sandbox, and what the program can and cannot do there. A program that is
 called by tests cannot pass them by its exit code or by what it prints.
 """
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gtpo_jax.rewards.finding import after_thinking
-from gtpo_jax.sandbox import inside
-from gtpo_jax.sandbox.bubblewrap import run_inside
-from gtpo_jax.sandbox.supervisor import RunResult
+from gtpo_jax.runtime.sandbox import inside
+from gtpo_jax.runtime.sandbox.bubblewrap import run_inside
+from gtpo_jax.runtime.sandbox.supervisor import RunResult
 
 OUTPUT_KEPT = 16384  # maximum characters of a program's output in a verdict
 REASON_KEPT = 300  # maximum characters of a reason in a verdict
@@ -249,7 +249,7 @@ def humaneval(completion: str, prompt: str, test: str, entry_point: str) -> tupl
 
 @functools.cache
 def _inside_code() -> bytes:
-  """Returns the code that runs in the sandbox: `sandbox/inside.py`, compiled from its source.
+  """Returns the code that runs in the sandbox: `inside.py`, compiled from its source.
 
   The sandbox does not contain this package, so the code cannot be imported there.
   """

@@ -5,7 +5,7 @@ from own_environments import Echo, add
 
 from gtpo_jax.config import Config, EnvSection, freeze
 from gtpo_jax.environments.limits import EpisodeLimits
-from gtpo_jax.python.inputs import resolve_inputs
+from gtpo_jax.loop.inputs import resolve_inputs
 from gtpo_jax.runtime.errors import UserError
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gtpo_jax.data.layouts import to_problem
 from gtpo_jax.data.sources import load_records
-from gtpo_jax.python.inputs import resolve_inputs
+from gtpo_jax.loop.inputs import resolve_inputs
 from gtpo_jax.rewards import check_gold, verify
 from gtpo_jax.runtime.errors import UserError
 

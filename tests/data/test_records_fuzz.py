@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.data.records import ROLES
 from gtpo_jax.data.sources import load_source
-from gtpo_jax.python.inputs import _name
+from gtpo_jax.loop.inputs import _name
 from gtpo_jax.rewards import check_gold
 from gtpo_jax.rewards.code import code_correct
 from gtpo_jax.rewards.verifiers import VERIFIERS

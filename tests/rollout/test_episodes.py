@@ -16,8 +16,8 @@ from toys import TIMING
 import gtpo_jax
 from gtpo_jax.config import EnvSection
 from gtpo_jax.environments.turns import Step
+from gtpo_jax.loop.policy import TrainedPolicy
 from gtpo_jax.models.params import init_params
-from gtpo_jax.python.policy import TrainedPolicy
 from gtpo_jax.rollout import turns
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.problems import training_problems

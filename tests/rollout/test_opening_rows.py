@@ -6,7 +6,7 @@ import pytest
 from own_environments import Echo
 
 from gtpo_jax.data.sources import load_records
-from gtpo_jax.python.inputs import resolve_inputs
+from gtpo_jax.loop.inputs import resolve_inputs
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError

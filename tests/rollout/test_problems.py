@@ -9,7 +9,7 @@ from toys import config_of
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train
-from gtpo_jax.python.inputs import resolve_inputs
+from gtpo_jax.loop.inputs import resolve_inputs
 from gtpo_jax.rollout.problems import (
   eval_label,
   held_out_problems,
@@ -19,7 +19,7 @@ from gtpo_jax.rollout.problems import (
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sandbox import bubblewrap
+from gtpo_jax.runtime.sandbox import bubblewrap
 
 
 def sums(path, rows):

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from gtpo_jax.algorithms import RECIPES, Algorithm, make
+from gtpo_jax.cli.probing.statistics import probe_rows
 from gtpo_jax.cli.report.inline_svg import GRID, INK, MINUS, MIXED, PLUS, drawing_style, inline_svg
 from gtpo_jax.cli.report.runs import RunGroup, run_label
 from gtpo_jax.logs.credit import (
@@ -26,7 +27,6 @@ from gtpo_jax.logs.credit import (
 from gtpo_jax.logs.credit_scores import class_weight, truth_metrics, turn_metrics, turn_table
 from gtpo_jax.logs.text import visible
 from gtpo_jax.logs.truth import of_class
-from gtpo_jax.probing.statistics import probe_rows
 from gtpo_jax.rollout.scoring.turn_signals import first_tokens
 
 COLORS = (INK, PLUS, MIXED, MINUS)  # of the phases

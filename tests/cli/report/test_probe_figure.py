@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 
 from gtpo_jax.cli.probe import table
+from gtpo_jax.cli.probing.statistics import Moments, compare, result_of_arm, verdict
 from gtpo_jax.cli.report.credit_figures import draw_probe
 from gtpo_jax.cli.report.report import make_report
-from gtpo_jax.probing.statistics import Moments, compare, result_of_arm, verdict
 
 
 def result():

@@ -6,7 +6,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.sandbox.inside import Peer, Remote, decode, encode
+from gtpo_jax.runtime.sandbox.inside import Peer, Remote, decode, encode
 
 
 class Wire:

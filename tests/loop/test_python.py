@@ -23,7 +23,7 @@ from gtpo_jax.config import default_config, freeze
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.logs.profile import compile_count
-from gtpo_jax.python.inputs import resolve_inputs
+from gtpo_jax.loop.inputs import resolve_inputs
 from gtpo_jax.runtime.errors import RunError, UserError
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gtpo_jax.python.policy import TrainedPolicy
+from gtpo_jax.loop.policy import TrainedPolicy
 from gtpo_jax.rollout.batch import Batch
 
 

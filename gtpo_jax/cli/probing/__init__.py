@@ -1,5 +1,5 @@
 """Compares recipes by their gradients on the user's own model and task, before one trains."""
 
-from gtpo_jax.probing.probe import probe
+from gtpo_jax.cli.probing.probe import probe
 
 __all__ = ["probe"]

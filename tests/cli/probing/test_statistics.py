@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gtpo_jax.probing.statistics import (
+from gtpo_jax.cli.probing.statistics import (
   Moments,
   compare,
   holm,

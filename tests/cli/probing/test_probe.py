@@ -13,11 +13,7 @@ import gtpo_jax
 from gtpo_jax.algorithms import make
 from gtpo_jax.arrays import Prompts, Rollouts, Signals
 from gtpo_jax.cli import main
-from gtpo_jax.logs.display import Display
-from gtpo_jax.models.lora import partition
-from gtpo_jax.models.params import init_params
-from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.probing.arms import (
+from gtpo_jax.cli.probing.arms import (
   REFERENCE,
   Arm,
   own_rewards,
@@ -25,7 +21,11 @@ from gtpo_jax.probing.arms import (
   shuffled_means,
   shuffled_tokens,
 )
-from gtpo_jax.probing.gradients import SKETCH, flatten, make_gradients, sketch
+from gtpo_jax.cli.probing.gradients import SKETCH, flatten, make_gradients, sketch
+from gtpo_jax.logs.display import Display
+from gtpo_jax.models.lora import partition
+from gtpo_jax.models.params import init_params
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.runtime.paths import write_atomically
@@ -245,7 +245,7 @@ def test_a_probe_resumes_after_a_kill_with_the_same_bits(whole, tmp_path, monkey
       write_atomically(path, data)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-      patch.setattr(sys.modules["gtpo_jax.probing.probe"], "write_atomically", write)
+      patch.setattr(sys.modules["gtpo_jax.cli.probing.probe"], "write_atomically", write)
       probe(tmp_path, arms)
     assert len(files()) == complete and not (tmp_path / "probe.json").exists()
   assert probe(tmp_path, arms) == result

@@ -16,8 +16,8 @@ from attacks import ATTACKS
 
 from gtpo_jax.rewards.code import OUTPUT_KEPT, run_code
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sandbox import bubblewrap
-from gtpo_jax.sandbox.bubblewrap import interpreter, root_filesystem, sandbox_problem
+from gtpo_jax.runtime.sandbox import bubblewrap
+from gtpo_jax.runtime.sandbox.bubblewrap import interpreter, root_filesystem, sandbox_problem
 
 SECRET = "canary-5d1f90c2"
 TIMEOUT_S = 3  # for attacks that never end

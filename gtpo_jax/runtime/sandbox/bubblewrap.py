@@ -35,8 +35,8 @@ from pathlib import Path
 from types import CodeType
 
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.sandbox.seccomp import seccomp_filter
-from gtpo_jax.sandbox.supervisor import MIB, RunResult, killed_at_exit, watch
+from gtpo_jax.runtime.sandbox.seccomp import seccomp_filter
+from gtpo_jax.runtime.sandbox.supervisor import MIB, RunResult, killed_at_exit, watch
 
 PREFIX = "gtpo_sandbox_"
 DEVICES = ("null", "zero", "urandom")

@@ -18,18 +18,18 @@ from etils import epath
 from gtpo_jax.algorithms.continuations import LineContinuations
 from gtpo_jax.arrays import KeyStream
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
+from gtpo_jax.cli.probing.arms import REFERENCE, SHUFFLED, Arm, parse_arms, sampling_config
+from gtpo_jax.cli.probing.gradients import SKETCH, Gradients, gradients_of, make_gradients
+from gtpo_jax.cli.probing.statistics import Moments, compare, mean_interval, result_of_arm, verdict
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.logs.credit_scores import segment_metrics
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.truth import segment_truth
+from gtpo_jax.loop.inputs import Agent, MakeEnvironment, Records, resolve_inputs
 from gtpo_jax.loop.prepare import Parts, dated, fit_here, prepare
 from gtpo_jax.loop.warm_start import base_model
 from gtpo_jax.models.params import Params
-from gtpo_jax.probing.arms import REFERENCE, SHUFFLED, Arm, parse_arms, sampling_config
-from gtpo_jax.probing.gradients import SKETCH, Gradients, gradients_of, make_gradients
-from gtpo_jax.probing.statistics import Moments, compare, mean_interval, result_of_arm, verdict
-from gtpo_jax.python.inputs import Agent, MakeEnvironment, Records, resolve_inputs
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector, group_keys
 from gtpo_jax.rollout.continuations import ValueEstimator

@@ -1,1 +1,0 @@
-"""What Python programs pass to a run, and what they get back."""
