@@ -58,7 +58,7 @@ def test_a_tpu_that_is_not_attached(times):
     ),
     ({"batch.prompts": 6}, r"batch.prompts = 6 is not a multiple of 4: 1 part"),
     (
-      {"batch.minibatches": 4, "batch.micro_batches": 2},
+      {"batch.minibatches": 8, "batch.micro_batches": 1},
       r"batch.prompts = 16 is not a multiple of 32: 8 part\(s\) x 4 batch",
     ),
     ({"mesh.fsdp": 1, "mesh.tensor": 8}, "heads axis of 4 does not divide over 8 shards"),
