@@ -48,7 +48,9 @@ def assert_equal(a, b):
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny-moe", "tiny-delta"])
+@pytest.mark.parametrize(
+  "preset", ["tiny", "tiny-moe", pytest.param("tiny-delta", marks=pytest.mark.slow)]
+)
 def test_parameters_are_declared_as_they_are_unstacked_and_come_back(preset):
   model, params, apart = models(preset)
   split = unstack_layers(apart, params)
@@ -125,7 +127,9 @@ def test_the_sampler_reads_the_arrays_of_the_update(merge, changes, copied):
   assert params_bytes(engine.model, apart) == (expected, bytes_per_device(theirs) - expected)
 
 
-@pytest.mark.parametrize("changes", [{}, {"quantize": "int8"}, {"quantize": "int4"}])
+@pytest.mark.parametrize(
+  "changes", [{}, pytest.param({"quantize": "int8"}, marks=pytest.mark.slow), {"quantize": "int4"}]
+)
 def test_sampled_tokens_are_those_of_stacked_layers(changes):
   model, params, apart = models(**changes)
   prompts = [[5, 9, 1], [2], [4, 4, 8, 30, 21]]

@@ -63,6 +63,7 @@ def stale():
   return config, steps, kept
 
 
+@pytest.mark.slow
 def test_groups_are_trained_on_once_and_in_time(stale):
   _, steps, kept = stale
   indices = [group.index for batch in steps for group in batch.groups]
@@ -81,6 +82,7 @@ def test_groups_are_trained_on_once_and_in_time(stale):
   assert sum(batch.metrics["tokens/read_again"] for batch in steps) > 0
 
 
+@pytest.mark.slow
 def test_every_token_has_the_policy_that_drew_it(stale):
   """The log-prob of each token is that under the parameters of its version, and no other's."""
   config, steps, _ = stale
@@ -121,6 +123,7 @@ def test_agents_begin_again_after_an_interruption(capsys):
   restored.discard()
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_threads_of_its_own():
   """Agents in flight hold all threads of training, and wait for the policy meanwhile."""
   config = agent_config(1)

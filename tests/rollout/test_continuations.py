@@ -201,6 +201,7 @@ def test_a_prefix_without_a_verdict_masks_the_segments_beside_it(monkeypatch):
   np.testing.assert_array_equal(gains[learned], plain[learned])
 
 
+@pytest.mark.slow
 def test_many_continuations_agree_with_the_enumerated_value():
   """Two tokens before the limit: all next tokens, and after each of them the stop tokens."""
   config = config_of("grpo", **{"batch.prompts": 2})

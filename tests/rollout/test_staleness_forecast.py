@@ -55,7 +55,7 @@ def test_equal_lengths_gain_nothing_and_a_long_tail_does():
   assert line.startswith("slots idle ") and "x faster (lengths of steps 3 to 8)" in line
 
 
-@pytest.mark.parametrize("slots", [5, 16])
+@pytest.mark.parametrize("slots", [pytest.param(5, marks=pytest.mark.slow), 16])
 def test_the_forecast_is_what_a_run_needs(monkeypatch, slots):
   """Decode steps of an update, with and without staleness: within 15 % of the sampler's own."""
   counted = []

@@ -84,6 +84,7 @@ NOTES = [
 ]
 
 
+@pytest.mark.slow
 def test_damaged_weights(model, tmp_path):
   with running(options_for(model, tmp_path)) as (url, _):
     session, name = create(url)
@@ -173,6 +174,7 @@ def test_weights_stay_if_no_others_can_take_their_place(model, tmp_path, monkeyp
     assert (folder / "training.arrays").read_bytes() != before["training.arrays"]
 
 
+@pytest.mark.slow
 def test_weights_expire(model, tmp_path, monkeypatch):
   with running(options_for(model, tmp_path)) as (url, opened):
     session, name = create(url)
@@ -209,6 +211,7 @@ def test_weights_expire(model, tmp_path, monkeypatch):
     assert answer["error"] == "the model was not created"
 
 
+@pytest.mark.slow
 def test_a_load_whose_weights_are_deleted(model, tmp_path):
   first, killed = tmp_path / "first", tmp_path / "killed"
   with running(options_for(model, first)) as (url, _):
@@ -230,6 +233,7 @@ def test_a_load_whose_weights_are_deleted(model, tmp_path):
     assert step(url, f"{session}:train:1", 2) == expected
 
 
+@pytest.mark.slow
 def test_no_model_is_one_too_many_after_a_restart(model, tmp_path):
   options = options_for(model, tmp_path, models=1)
   with running(options) as (url, _):
@@ -250,6 +254,7 @@ def test_no_model_is_one_too_many_after_a_restart(model, tmp_path):
       pass
 
 
+@pytest.mark.slow
 def test_weights_that_would_not_be_finite(model, tmp_path):
   with running(options_for(model, tmp_path)) as (url, _):
     session, name = create(url)
@@ -272,6 +277,7 @@ def test_weights_that_would_not_be_finite(model, tmp_path):
     assert isinstance(sampled(url, session, 1, base_model="tiny"), bytes)
 
 
+@pytest.mark.slow
 def test_sessions_of_silent_clients_end(model, tmp_path, monkeypatch):
   monkeypatch.setattr(trainer, "SNAPSHOT_RATIO", 1e9)  # none is saved on its own, however slow
   with running(options_for(model, tmp_path)) as (url, opened):
@@ -294,6 +300,7 @@ def test_sessions_of_silent_clients_end(model, tmp_path, monkeypatch):
     assert len(json.loads(send(url, "GET", "checkpoints")[1])["checkpoints"]) == 1  # what it saved
 
 
+@pytest.mark.slow
 def test_more_samples_than_the_queue_holds(model, tmp_path):
   with running(options_for(model, tmp_path, queue=2)) as (url, _):
     session, _ = create(url)

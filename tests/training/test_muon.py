@@ -95,7 +95,7 @@ def test_the_momentum_is_sharded_like_the_parameters_and_there_is_one():
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_update_on_a_mesh_is_that_on_one_device(offload):
   config = dataclasses.replace(MUON, eps=1e-3, offload=offload)  # Adam amplifies less rounding
   alone, metrics = run("gtpo", optimizer=config)

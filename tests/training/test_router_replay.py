@@ -78,6 +78,7 @@ def test_every_token_has_the_experts_that_the_trainer_chooses_too(attention):
   np.testing.assert_allclose(log_probs[mask], rollouts.log_probs[mask], rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_replayed_choices_decide_what_the_trainer_computes(monkeypatch):
   """Loss and gradient are those of routers that can choose only among the recorded experts."""
   params, _, rollouts = sampled()
