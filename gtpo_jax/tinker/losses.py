@@ -68,10 +68,9 @@ class LossInputs:
   log_probs: jax.Array  # nats, of the sampler
   advantages: jax.Array  # what tokens are paid
   ratio_mask: jax.Array  # not 0 on the tokens whose ratios make the sequence's
-  # the index of the loss in `PER_TOKEN`. low, high: bounds of the ratio, of ppo, cispo and gspo
-  kind: jax.Array
-  low: jax.Array
-  high: jax.Array
+  kind: jax.Array  # the index of the loss in `PER_TOKEN`
+  low: jax.Array  # the lower bound of the ratio, of ppo, cispo and gspo
+  high: jax.Array  # the upper bound
   beta: jax.Array  # of dro
 
 

@@ -45,10 +45,9 @@ class Spec:
 
   base_model: str  # the name that the client uses
   rank: int  # of the adapters; 0 for all weights
-  # of the adapters' random matrices. train_mlp, train_attn: which matrices have adapters
-  seed: int = 0
-  train_mlp: bool = True
-  train_attn: bool = True
+  seed: int = 0  # of the adapters' random matrices
+  train_mlp: bool = True  # whether matrices of MLPs have adapters
+  train_attn: bool = True  # whether matrices of attention have adapters
   metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the client's own
 
   @property

@@ -134,7 +134,7 @@ def test_derivatives_in_log_probs_are_those_of_torch(name):
   import torch
 
   from gtpo_jax.tinker.datum_batches import FIELDS
-  from gtpo_jax.tinker.losses import LossInputs, sequence_loss, token_losses
+  from gtpo_jax.tinker.losses import PER_TOKEN, LossInputs, sequence_loss, token_losses
 
   config = SETTINGS[name] | CONFIGS.get(name, {})
   loss = make_loss(name, config)
@@ -148,7 +148,8 @@ def test_derivatives_in_log_probs_are_those_of_torch(name):
   written(name, config, torch, of_torch, tensors).backward()
   fill = lambda value: np.full((1, 1, 9), value, np.float32)
   arrays = (x[key].reshape(1, 1, 9) for key in FIELDS)
-  settings = map(fill, (loss.kind, loss.low, loss.high, loss.beta))
+  kind = PER_TOKEN.index(name) if loss.per_token else 0
+  settings = map(fill, (kind, loss.low, loss.high, loss.beta))
   inputs = LossInputs(fill(1), *arrays, *settings)
   call = lambda y: token_losses(y, y, inputs) if loss.per_token else sequence_loss(y, inputs)
   found = jax.grad(call)(point.reshape(1, 1, 9))
