@@ -282,7 +282,7 @@ class GradeCache:
         with path.open("rb") as lines:
           for line in lines:
             self._read(line)
-      self._file = open(path, "ab", buffering=0)
+      self._file = open(path, "ab", buffering=0)  # noqa: SIM115
       if not line.endswith(b"\n"):  # torn by a full disk
         self._file.write(b"\n")
     except OSError as error:
