@@ -158,7 +158,7 @@ def test_the_warm_start_starts_over(events, tmp_path):
   ("preset", "moves"),
   [
     pytest.param("tiny", False, marks=pytest.mark.slow),
-    pytest.param("tiny-moe", False, marks=pytest.mark.slow),
+    pytest.param("tiny-moe", False, marks=pytest.mark.manual),
     pytest.param("tiny-delta", False, marks=pytest.mark.manual),
     pytest.param("tiny", True, marks=pytest.mark.manual),
   ],

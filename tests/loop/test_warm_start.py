@@ -148,7 +148,7 @@ def test_demonstrations_that_are_too_long_are_refused_or_left_out():
     teacher_of([long], allowed)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_a_base_model_answers_as_the_demonstrations_do(tmp_path):
   """From random weights; then the run learns on the same words, by command line and in Python."""
   demos = tmp_path / "demos.jsonl"

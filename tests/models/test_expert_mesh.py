@@ -75,7 +75,7 @@ def gradient(name, rollouts):
 @pytest.mark.parametrize(
   ("name", "packed"),
   [
-    ("expert2", False),
+    pytest.param("expert2", False, marks=pytest.mark.manual),
     ("expert4-context", True),
     pytest.param("expert2", True, marks=pytest.mark.manual),
     pytest.param("expert4", False, marks=pytest.mark.manual),
