@@ -52,7 +52,7 @@ def test_on_two_cores(architecture, dtype, sizes, sample, update):
   expected = expect(architecture, Chip(0), 256, dtype, **dict(zip(names, sizes, strict=True)))
   assert_near(expected.sample, sample)
   assert_near(expected.update, update)
-  assert expected.factor == 2
+  assert expected.factor == 2.5
 
 
 def test_half_the_speed_takes_twice_the_time():
@@ -63,7 +63,7 @@ def test_half_the_speed_takes_twice_the_time():
   )
   for name in ("sample", "update", "evaluation", "warm_start"):
     assert getattr(twice, name) == pytest.approx(2 * getattr(once, name))
-  assert 0.001 < cpu_speed() < 1000
+  assert 0.001 < cpu_speed() <= 1
 
 
 def test_the_tiny_run():
@@ -95,6 +95,6 @@ def test_a_run_says_it_and_corrects_it_after_three_steps():
   gtpo_jax.train(config_of(**changes), None, listener, lambda: False, reward=even, data=ADDITIONS)
   said = listener.said
   (first,) = [line for line in said if line.startswith("expected: ")]
-  assert " s a step (sampling " in first and "it may be off by a factor of 2" in first
+  assert " s a step (sampling " in first and "it may be off by a factor of 2.5" in first
   (after,) = [line for line in said if line.startswith("measured: ")]
   assert " s a step, so about " in after and after.endswith(" for the rest of the run")
