@@ -16,7 +16,8 @@ CLOSE_S = 5.0  # seconds that cancelled work may take to end
 class EventLoop:
   """An event loop on a daemon thread, which starts with the first work."""
 
-  def __init__(self):
+  def __init__(self, name: str = "gtpo event loop"):
+    self._name = name  # of the thread
     self._lock = threading.Lock()
     self._loop: asyncio.AbstractEventLoop | None = None
     self._closed = False
@@ -35,7 +36,9 @@ class EventLoop:
       return future
     if self._loop is None:
       self._loop = asyncio.new_event_loop()
-      threading.Thread(target=_run, args=(self._loop,), name="gtpo event loop", daemon=True).start()
+      arguments = (self._loop,)
+      self._thread = threading.Thread(target=_run, args=arguments, name=self._name, daemon=True)
+      self._thread.start()
     return asyncio.run_coroutine_threadsafe(work, self._loop)
 
   def cancel(self, future: concurrent.futures.Future[Any]) -> None:
@@ -48,7 +51,7 @@ class EventLoop:
         if not lives.wait(LOOP_CHECK_S):
           self._loop = None
 
-  def close(self, last: Callable[[], Awaitable[None]]) -> None:
+  def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
     """Cancels all work, awaits the last, and ends the thread, which may take `CLOSE_S` seconds."""
 
     async def end() -> None:
@@ -56,7 +59,8 @@ class EventLoop:
       for task in tasks:
         task.cancel()
       await asyncio.gather(*tasks, return_exceptions=True)
-      await last()
+      if last:
+        await last()
 
     with self._lock:
       ended = self._start(end()) if self._loop else None
@@ -66,6 +70,7 @@ class EventLoop:
       with contextlib.suppress(TimeoutError):
         ended.result(CLOSE_S)
       loop.call_soon_threadsafe(loop.stop)
+      self._thread.join(CLOSE_S)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

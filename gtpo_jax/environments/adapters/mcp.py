@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import shlex
 import sys
-import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.event_loop import EventLoop
 from gtpo_jax.runtime.installing import require_package
 
 SERVER_START_S = 60.0
-CLOSE_S = 5.0
 
 
 class McpTools:
@@ -42,11 +40,7 @@ class McpTools:
     import mcp
 
     self.functions: list[Callable[..., Any]] = []
-    self._loop = asyncio.new_event_loop()
-    self._ends = asyncio.Event()
-    self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
-    self._thread.start()
-    self._connections = []
+    self._loop = EventLoop("mcp")
     self._failed: set[str] = set()
     for server in servers:
       target = server
@@ -54,7 +48,7 @@ class McpTools:
         command, *arguments = shlex.split(server)
         target = mcp.StdioServerParameters(command=command, args=arguments)
       connected: concurrent.futures.Future[Any] = concurrent.futures.Future()
-      self._connections.append(self._begin(self._connection(mcp.Client(target), connected)))
+      self._loop.start(self._connection(mcp.Client(target), connected))
       try:
         client, tools = connected.result(timeout_s)
       except Exception as error:  # the package and its transports have errors of many types
@@ -67,18 +61,18 @@ class McpTools:
       self.functions += [self._function(server, client, tool) for tool in tools]
 
   async def _connection(self, client: Any, connected: concurrent.futures.Future[Any]) -> None:
-    """Keeps a connection open until `close`, on the thread of connections."""
+    """Keeps a connection open until `close` cancels it, on the thread of connections."""
     try:
       async with client:
         connected.set_result((client, (await client.list_tools()).tools))
-        await self._ends.wait()
+        await asyncio.Event().wait()
     except BaseException as error:
       if not connected.done():
         connected.set_exception(error)
 
   def _function(self, server: str, client: Any, tool: Any) -> Callable[..., Any]:
     async def call(**arguments: Any) -> str:
-      future = self._begin(client.call_tool(tool.name, arguments))
+      future = self._loop.start(client.call_tool(tool.name, arguments))
       try:
         result = await asyncio.wrap_future(future)
       except Exception as error:  # not of the tool, whose errors are results
@@ -110,16 +104,6 @@ class McpTools:
       reason = first_line(error) or type(error).__name__
       print(f"gtpo: env.mcp: a call of the server {server!r} failed: {reason}", file=sys.stderr)
 
-  def _begin(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
-    return asyncio.run_coroutine_threadsafe(work, self._loop)
-
   def close(self) -> None:
     """Ends the connections, and the servers that were started."""
-    self._loop.call_soon_threadsafe(self._ends.set)
-    for connection in self._connections:
-      with contextlib.suppress(Exception):
-        connection.result(CLOSE_S)
-    self._loop.call_soon_threadsafe(self._loop.stop)
-    self._thread.join(CLOSE_S)
-    if not self._thread.is_alive():
-      self._loop.close()
+    self._loop.close()
