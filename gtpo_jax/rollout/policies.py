@@ -111,12 +111,11 @@ def find_policy(
     RolloutWorker, max_tokens=max_tokens, stop=stop, trains=False, serves=serves
   )
   if is_hf_folder(folder):
-    config = config or _config_of_folder(folder, max_tokens)
-    if not serves:
-      config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, lora_rank=0, quantize="")
-      )
-    return _policy_of_folder(folder, step, override(config, overrides), make)
+    config = override(config or _config_of_folder(folder, max_tokens), overrides)
+    if not serves:  # a server's policies may have adapters of their own
+      model = dataclasses.replace(config.model, lora_rank=0, quantize="")
+      config = dataclasses.replace(config, model=model)
+    return _policy_of_folder(folder, step, config, make)
   return _policy_of_run(folder, step, config, overrides, make)
 
 
