@@ -114,14 +114,15 @@ def sample_seconds(
 SAMPLING_SHARE = 0.3
 UPDATE_SHARE = 0.34
 # What a core of a CPU reached, in float32: FLOP per second of matrix products, and beside these the
-# seconds of a token and layer in the update, and of a step of decoding and a layer. NumPy's product
-# of two matrices, by which other CPUs are compared with it, reached CPU_PRODUCT_FLOPS.
-CPU_PRODUCT_FLOPS = 90e9
+# seconds of a token and layer in the update, and of a step of decoding and a layer.
 CPU_UPDATE_FLOPS = 220e9
 CPU_SAMPLING_FLOPS = 110e9
 CPU_TOKEN_S = 18e-6
 CPU_DECODE_S = 1e-3
 CPU_BFLOAT16_GAIN = 1.4  # with units for it
+# FLOP per second and core of NumPy's product of two float32 matrices, below which a CPU is taken to
+# be slower than that one: what AVX2 can do at about 3 GHz. It was not measured there.
+CPU_PRODUCT_FLOPS = 90e9
 
 
 class Expected(NamedTuple):
@@ -148,9 +149,9 @@ class Expected(NamedTuple):
 
 
 def cpu_speed() -> float:
-  """Returns how fast this CPU multiplies matrices beside what else it does; at most 1, as measured.
+  """Returns the speed of this CPU, less than 1 if it is slow or busy; see `CPU_PRODUCT_FLOPS`.
 
-  A CPU that multiplies faster is not faster at all the rest.
+  It is at most 1, because a CPU that multiplies matrices faster is not faster at everything.
   """
   x = np.ones((1024, 1024), np.float32)
   seconds = []
