@@ -102,8 +102,8 @@ class ServedBase(NamedTuple):
           f"this server samples with adapters of ranks 1 to {most} beside one base, and these "
           f"weights have rank {spec.rank}; start it with --merge_adapters=always"
         )
-      adapters = _fill(self.model(spec), model)(trained) if trained else _empty(model)()
-      params = combine(adapters, params)
+      fill = _fill(self.model(spec) if trained else model, model)
+      params = combine(fill(trained or {}), params)
     elif trained is not None:
       params = trained
       if spec.rank:
@@ -132,16 +132,9 @@ def _trained(model: Transformer) -> Params:
   return partition(model, abstract_params(model))[0]
 
 
-@functools.lru_cache(maxsize=1)
-def _empty(model: Transformer) -> Any:
-  """Returns a program that makes adapters of `model` that are 0."""
-  zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _trained(model))
-  return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, _trained(model)))
-
-
 @functools.lru_cache(maxsize=16)
 def _fill(given: Transformer, model: Transformer) -> Any:
-  """Returns a program that fills adapters of `given` with zeros, to the rank of `model`."""
+  """Returns a program that fills adapters of `given`, or none, with zeros to those of `model`."""
   scale = given.config.lora.scale / model.config.lora.scale
   wanted = flatten_dict(_trained(model))
 
