@@ -60,12 +60,12 @@ class ChatTemplate:
   ) -> str:
     """Returns a conversation as text, up to the start of the assistant's turn.
 
+    `turn_follows=False` ends the text with the last message instead. Variables replace the
+    template's own of the same names.
+
     Raises:
       UserError: there is no template, it does not accept the conversation, or it takes longer than
         `RENDER_LIMIT_S`.
-
-    `turn_follows=False` ends the text with the last message instead. Variables replace the
-    template's own of the same names.
     """
     if not self._tokenizer.chat_template:
       raise UserError(

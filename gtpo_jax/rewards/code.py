@@ -1,8 +1,8 @@
 """Checks programs with unit tests (HumanEval, MBPP) or with expected outputs (APPS, TACO).
 
-The program is untrusted; the tests come from the dataset. `inside.py` explains how the
-tests call the program in a sandbox, and what the program can and cannot do there. A program that is
-called by tests cannot pass them by its exit code or by what it prints.
+The program is untrusted; the tests come from the dataset. `inside.py` explains how the tests call
+the program in a sandbox, and what the program can and cannot do there. A program that is called by
+tests cannot pass them by its exit code or by what it prints.
 """
 
 from __future__ import annotations

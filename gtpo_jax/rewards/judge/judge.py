@@ -262,9 +262,9 @@ class Judge:
 class GradeCache:
   """The grades that a judge has given, on disk, so that no request is made twice.
 
-  They are rewards by the digest of what they depend on.
-  Until `open` is called, they are only in memory. Each entry is a line that is written at once, so
-  a program that is killed loses none, and two programs may append to the same file.
+  They are rewards by the digest of what they depend on. Until `open` is called, they are only in
+  memory. Each entry is a line that is written at once, so a program that is killed loses none, and
+  two programs may append to the same file.
   """
 
   def __init__(self):
