@@ -15,6 +15,12 @@ from gtpo_jax.cli.tinker import OpenedTinker, TinkerOptions
 from gtpo_jax.rollout.policies import ServingLimits
 
 KEY = "tml-test"
+# The client leaves connections to the collector, and some of its names are to go.
+CLIENT_WARNINGS = pytest.mark.filterwarnings(
+  "ignore::FutureWarning",
+  "ignore::ResourceWarning",
+  "ignore::pytest.PytestUnraisableExceptionWarning",
+)
 SERVERS = []  # those that run
 
 

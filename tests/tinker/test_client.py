@@ -6,7 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live import KEY, connected, need_client, options_for, running, sampled, supervised
+from live import (
+  CLIENT_WARNINGS,
+  KEY,
+  connected,
+  need_client,
+  options_for,
+  running,
+  sampled,
+  supervised,
+)
 
 from gtpo_jax.algorithms import make as make_algorithm
 from gtpo_jax.cli.export import export_policy
@@ -16,12 +25,7 @@ from gtpo_jax.tinker.wire import Datum, Sample
 
 tinker = need_client()
 types = tinker.types
-# The client leaves connections to the collector, and some of its names are to go.
-pytestmark = pytest.mark.filterwarnings(
-  "ignore::FutureWarning",
-  "ignore::ResourceWarning",
-  "ignore::pytest.PytestUnraisableExceptionWarning",
-)
+pytestmark = CLIENT_WARNINGS
 
 PROMPT = [5, 6, 7, 8]
 TEXT = [3, 9, 4, 12, 5, 30, 31]

@@ -12,20 +12,13 @@ from pathlib import Path
 import pytest
 from command_line import free_port
 from killed_server import PLACES
-from live import abort_connections, need_client, sampled
+from live import CLIENT_WARNINGS, abort_connections, need_client, sampled
 
 import gtpo_jax
 
 tinker = need_client()
 types = tinker.types
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.filterwarnings(
-    "ignore::FutureWarning",
-    "ignore::ResourceWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
-  ),
-]
+pytestmark = [pytest.mark.slow, CLIENT_WARNINGS]
 PROMPTS = ([5, 6, 7, 8], [9, 4, 12])
 STEPS = 3
 START_S = 900.0  # until a server answers, on a machine with much else to do

@@ -3,21 +3,14 @@
 import jax
 import numpy as np
 import pytest
-from live import connected, need_client, options_for, running
+from live import CLIENT_WARNINGS, connected, need_client, options_for, running
 from test_client import learn, sample, train
 
 from gtpo_jax.models.lora import split_adapters
 from gtpo_jax.tinker.saved_weights import Spec
 
 tinker = need_client()
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.filterwarnings(
-    "ignore::FutureWarning",
-    "ignore::ResourceWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
-  ),
-]
+pytestmark = [pytest.mark.slow, CLIENT_WARNINGS]
 
 
 def samples(client):

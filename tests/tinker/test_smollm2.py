@@ -5,18 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live import connected, need_client, options_for, running, supervised
+from live import CLIENT_WARNINGS, connected, need_client, options_for, running, supervised
 
 tinker = need_client()
 types = tinker.types
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.filterwarnings(
-    "ignore::FutureWarning",
-    "ignore::ResourceWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
-  ),
-]
+pytestmark = [pytest.mark.slow, CLIENT_WARNINGS]
 TEXT = "The tide rises when the moon pulls the sea, and falls again about six hours later."
 
 
