@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from served import small_folder
 
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.workdir import claim
@@ -156,3 +157,12 @@ def test_a_config_without_a_model_evaluates_the_runs_model(tmp_path):
   assert step == 0
   with pytest.raises(UserError, match="leave --config out, or use the run's"):
     find_policy(tmp_path, 0, config_of("eval_gsm8k", model__preset="qwen2.5-0.5b"))
+
+
+def test_a_folder_has_no_adapters_whatever_the_config_says(tmp_path_factory):
+  folder = small_folder(tmp_path_factory)
+  overrides = ["--config.model.lora_rank=4", "--config.model.quantize=int8"]
+  source = find_policy(folder, None, overrides=overrides)
+  architecture = source.worker.model.config
+  assert not architecture.lora.rank and not architecture.quantize
+  assert source.read()[1] == 0
