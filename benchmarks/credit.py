@@ -6,8 +6,8 @@
 docs/experiments.md has the plans; `credit_rows.py` compares the gradients. `base` evaluates the
 base model. `train` trains arms with several seeds, with the same problems and sampling keys for all
 arms of a seed. `tables` prints the results as Markdown and draws OUT/training*.png. Every base
-model and run is stored in OUT when it is done; the same command continues with those that are
-missing. Results of earlier sessions in `--results` count as done. The environment variable
+model and run is stored in OUT when it is done, and the same command resumes with the next one.
+Results of earlier sessions in `--results` count as done. The environment variable
 GTPO_SMOLLM2 names the folder of the model. Each of two processes has a core of its own, and gives
 the same digits whenever it runs on the same kind of CPU.
 """

@@ -63,7 +63,7 @@ def shared_worker(config: Config) -> RolloutWorker:
 
 
 def open_base(out: Path, name: str, worker: RolloutWorker, config: Config) -> Params:
-  """Returns the parameters of a base model; OUT keeps those of a warm start."""
+  """Returns the parameters of a base model; OUT keeps the result of a warm start."""
   folder = out / name
   folder.mkdir(parents=True, exist_ok=True)
   return base_model(config, worker, folder, Display(enabled=False), lambda: False)

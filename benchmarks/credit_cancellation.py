@@ -140,7 +140,7 @@ def products(
 
 
 def measure(task: str, out: Path) -> list[dict[str, Any]]:
-  """Returns for each problem the products by size of the group; those that are done are read."""
+  """Returns the products of each problem by size of the group, from OUT where they are there."""
   file = out / f"cancellation-{task}.jsonl"
   rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
   config = config_of(task, out, batch__prompts=1, batch__group=max(GROUPS))

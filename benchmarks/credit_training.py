@@ -22,7 +22,7 @@ from gtpo_jax.training.state import Optimizer, OptimizerConfig, init_state, make
 from gtpo_jax.training.update import Update, UpdateSettings, make_update
 
 MINIBATCHES = 4  # gradient updates per step, so that the clips of the objective act
-# Of the metrics of an update, those that a curve records.
+# The metrics of an update that a curve records.
 RECORDED = ("clip/low", "clip/high", "clip/influence", "grad_norm", "update/empty")
 
 
