@@ -73,10 +73,12 @@ def check_divisible(config: Config, model: Transformer) -> None:
   check_batch_divisible("batch.prompts", batch.prompts, whole, model)
   uneven = batch.prompts * groups % (batch.parts * shards) or batch.group % groups
   if groups > 1 and (uneven or config.env.agent):
+    prompts = batch.prompts // batch.minibatches // shards
+    evenly = f"groups of batch.group = {batch.group} do not divide evenly into so many parts"
+    reason = "an agent's conversations cannot be divided" if config.env.agent else evenly
     raise UserError(
-      f"batch.micro_batches = {batch.micro_batches} would divide each group of batch.group = "
-      f"{batch.group} completions unevenly, or conversations of an agent; lower it to "
-      f"{batch.prompts // batch.minibatches // shards} or a multiple that divides groups evenly"
+      f"batch.micro_batches = {batch.micro_batches} is more than the {prompts} prompts of a "
+      f"device, and {reason}; lower it to {prompts}"
     )
   check_positions_divisible(config.sampling.max_tokens, model)
   if config.warm_start.steps:

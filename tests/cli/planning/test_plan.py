@@ -61,6 +61,11 @@ def test_a_tpu_that_is_not_attached(times):
       {"batch.minibatches": 8, "batch.micro_batches": 1},
       r"batch.prompts = 16 is not a multiple of 32: 8 part\(s\) x 4 batch",
     ),
+    (
+      {"batch.micro_batches": 12},
+      "batch.micro_batches = 12 is more than the 4 prompts of a device, and groups of batch.group "
+      "= 16 do not divide evenly into so many parts; lower it to 4",
+    ),
     ({"mesh.fsdp": 1, "mesh.tensor": 8}, "heads axis of 4 does not divide over 8 shards"),
     ({"sampling.max_tokens": 40_000}, "over the model's context of 32768"),
   ],
