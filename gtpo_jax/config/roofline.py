@@ -7,18 +7,20 @@ real step is slower: what is expected is the bound over the share of it that was
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gtpo_jax.config.run_config import Config
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.delta.rule import rule_flops
-from gtpo_jax.models.number_formats import FORMATS
+from gtpo_jax.models.number_formats import FORMATS, einsum
 from gtpo_jax.models.params import active_params, matmul_params
 from gtpo_jax.runtime.chips import CHIPS, Chip, cpu_bfloat16_units
 
@@ -119,10 +121,13 @@ CPU_UPDATE_FLOPS = 220e9
 CPU_SAMPLING_FLOPS = 110e9
 CPU_TOKEN_S = 18e-6
 CPU_DECODE_S = 1e-3
-CPU_BFLOAT16_GAIN = 1.4  # with units for it
-# FLOP per second and core of NumPy's product of two float32 matrices, below which a CPU is taken to
-# be slower than that one: what AVX2 can do at about 3 GHz. It was not measured there.
-CPU_PRODUCT_FLOPS = 90e9
+
+
+class CpuSpeed(NamedTuple):
+  """The speed of a CPU, from products of matrices of the size of a small model's."""
+
+  products: float = 228e9  # float32 FLOP per second and core; the default is that CPU's
+  gain: float = 1.95  # how many times as fast they are in the compute dtype if it is bfloat16
 
 
 class Expected(NamedTuple):
@@ -148,19 +153,23 @@ class Expected(NamedTuple):
     return warm_start + len(steps) * self.step + evaluations * self.evaluation
 
 
-def cpu_speed() -> float:
-  """Returns the speed of this CPU, less than 1 if it is slow or busy; see `CPU_PRODUCT_FLOPS`.
+def cpu_speed() -> CpuSpeed:
+  """Measures the speed of this CPU now, in three tenths of a second."""
 
-  It is at most 1, because a CPU that multiplies matrices faster is not faster at everything.
-  """
-  x = np.ones((1024, 1024), np.float32)
-  seconds = []
-  for _ in range(7):
-    began = time.perf_counter()
-    x @ x
-    seconds.append(time.perf_counter() - began)
-  flops = 2 * len(x) ** 3 / float(np.median(seconds))
-  return min(flops / (CPU_PRODUCT_FLOPS * _cores()), 1.0)
+  def flops(dtype: str) -> float:
+    x = jnp.ones((2048, 576), dtype)
+    y = jnp.ones((576, 576), dtype)
+    multiply = jax.jit(functools.partial(einsum, "td,dv->tv", precision="default"))
+    seconds = []
+    for _ in range(16):
+      began = time.perf_counter()
+      multiply(x, y).block_until_ready()
+      seconds.append(time.perf_counter() - began)
+    return 2 * x.size * len(y) / float(np.median(seconds))  # the first call compiles
+
+  products = flops("float32")
+  gain = flops("bfloat16") / products if cpu_bfloat16_units() else 1.0
+  return CpuSpeed(products / _cores(), gain)
 
 
 def _cores() -> int:
@@ -174,7 +183,7 @@ def expected_seconds(
   mesh: dict[str, int],
   slots: int,
   send_s: float = 0,
-  speed: float = 1.0,
+  cpu: CpuSpeed | None = None,
 ) -> Expected:
   """Returns what a run is expected to take.
 
@@ -185,7 +194,7 @@ def expected_seconds(
     mesh: for sampling: the sizes of its axes.
     slots: the completions that are decoded at once, over all devices.
     send_s: see `update_seconds`.
-    speed: of a CPU; see `cpu_speed`.
+    cpu: the speed of a CPU; None for this one's now.
   """
   tokens = config.batch.prompts * config.data.max_prompt_tokens
   tokens += config.batch.prompts * config.batch.group * config.sampling.max_tokens
@@ -202,8 +211,10 @@ def expected_seconds(
     return Expected(
       sample, update, evaluation, imitated * update / config.batch.epochs, factor, basis
     )
-  cores = _cores() * speed
-  gain = CPU_BFLOAT16_GAIN if c.compute_dtype == "bfloat16" and cpu_bfloat16_units() else 1.0
+  cpu = cpu or cpu_speed()
+  cores = _cores() * cpu.products / CpuSpeed().products
+  # An update gains less than its products, because it is not all products: about the square root.
+  gain = math.sqrt(cpu.gain) if c.compute_dtype == "bfloat16" else 1.0
   factor = 1.0 if config.model.remat == "none" else REMAT_FACTOR
   update = update_flops(config, c) * factor / (CPU_UPDATE_FLOPS * cores * gain)
   update += tokens * config.batch.epochs * CPU_TOKEN_S * c.layers / cores
@@ -220,6 +231,6 @@ def expected_seconds(
     update,
     sampling(problems, config.eval.samples) + sampling(problems, 1),
     imitated * update / config.batch.epochs,
-    2.5,
+    2.0,
     f"the speed at which these {_cores()} cores multiply matrices now",
   )

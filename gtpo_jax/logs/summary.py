@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from gtpo_jax.config import Config
-from gtpo_jax.config.roofline import Expected, cpu_speed, expected_seconds
+from gtpo_jax.config.roofline import Expected, expected_seconds
 from gtpo_jax.config.updates import describe_update
 from gtpo_jax.logs.display import duration
 from gtpo_jax.logs.profile import describe_compile_cache
@@ -56,8 +56,7 @@ def expected_of(config: Config, worker: RolloutWorker) -> Expected | None:
     return None
   slots = worker.engine.programs.sizes.longest_at_once
   mesh = dict(worker.engine.model.mesh.shape)
-  speed = 1.0 if chip.flops else cpu_speed()
-  return expected_seconds(config, worker.model.config, chip, mesh, slots, speed=speed)
+  return expected_seconds(config, worker.model.config, chip, mesh, slots)
 
 
 def describe_expected(expected: Expected, config: Config, done: int = 0) -> str:

@@ -17,13 +17,7 @@ from gtpo_jax.cli.planning.search import Candidate, Search, changed, with_overri
 from gtpo_jax.cli.planning.topology import topology_devices, without_compile_cache
 from gtpo_jax.config import Config, resolve_model, with_compute_dtype
 from gtpo_jax.config.mesh_choice import proposing_mesh
-from gtpo_jax.config.roofline import (
-  cpu_speed,
-  expected_seconds,
-  sample_seconds,
-  update_flops,
-  update_seconds,
-)
+from gtpo_jax.config.roofline import expected_seconds, sample_seconds, update_flops, update_seconds
 from gtpo_jax.config.updates import RESERVE
 from gtpo_jax.config.workloads import SAMPLING
 from gtpo_jax.logs.summary import describe_expected
@@ -245,8 +239,7 @@ def measure(
     send_s = send_seconds(sent or [], chip, nodes)
     seconds["update.seconds"] = update_seconds(config, model.config, chip, devices, send_s)
     seconds["sample.seconds"] = sample_seconds(config, model.config, chip, mesh, slots)
-  speed = 1.0 if chip.flops else cpu_speed()
-  expected = expected_seconds(config, model.config, chip, dict(mesh), slots, send_s, speed)
+  expected = expected_seconds(config, model.config, chip, dict(mesh), slots, send_s)
   peak = max(program.peak for program in programs)
   usable = chip.usable_memory
   sampling = [program.peak for program in others if program.name.startswith("sampling")]
