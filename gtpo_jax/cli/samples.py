@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -49,7 +50,8 @@ def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: D
 
   if args.stop and (problem := find_problem(tuple(args.stop), STOP)):
     raise UserError(f"--stop {problem}")
-  sampling_params = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
+  names = {field.name for field in dataclasses.fields(SamplingParams)}
+  sampling_params = SamplingParams(**{name: x for name, x in vars(args).items() if name in names})
   import jax
 
   from gtpo_jax.data.records import user

@@ -14,10 +14,10 @@ import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.models.experts.routing import RouteShape
+from gtpo_jax.sampling.filters import PLAIN, RowSampling
 from gtpo_jax.sampling.prefill.batches import pad_prompts
 from gtpo_jax.sampling.stop_strings import StopSearch
 
-IDLE_SAMPLING = (1.0, 0, 1.0, 0.0)
 # What is known of each token that was drawn, in nats; see `Chunk`.
 NUMBERS = ("log_probs", "entropy", "drawn_log_probs", "plain_log_probs")
 Tokens = dict[str, np.ndarray]  # arrays [length, ...] by name: "tokens", "mask", `NUMBERS`, ...
@@ -49,8 +49,8 @@ class Completion:
     key: u32[2], PRNG key data. Token i is drawn with it and i.
     limit: the most tokens after the prompt.
     stop: ends each turn; None if only stop tokens do.
-    sampling: temperature, top-k, top-p and min-p, in a session whose completions differ in them.
-    wants_alternatives: whether `Chunk.alternatives` are kept.
+    sampling: how its tokens are drawn, in a session whose completions differ in it; and whether
+      `Chunk.alternatives` are kept.
     route_shape: of the experts that are kept for each token; None for none.
     group, index: which completion of which group it is.
     guided: whether a guide draws it.
@@ -67,8 +67,7 @@ class Completion:
   key: np.ndarray
   limit: int
   stop: Stop | None = None
-  sampling: tuple[float, int, float, float] = IDLE_SAMPLING
-  wants_alternatives: bool = False
+  sampling: RowSampling = PLAIN
   route_shape: RouteShape | None = None
   group: Hashable = None
   index: int = 0
@@ -219,7 +218,7 @@ class Completion:
     chunk, slot, count = piece
     arrays = {name: getattr(chunk, name)[:count, slot] for name in ("tokens", *NUMBERS)}
     arrays["mask"] = np.ones(count, bool)
-    if self.wants_alternatives:
+    if self.sampling.lists_alternatives:
       arrays["alternatives"] = chunk.alternatives.tokens[:count, slot]
       arrays["alternative_log_probs"] = chunk.alternatives.log_probs[:count, slot]
     return arrays | ({"routes": chunk.routes[:count, slot]} if self.route_shape else {})

@@ -6,11 +6,12 @@ algorithms use its log-probs and entropy. Penalty and filters only affect which 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gtpo_jax.sampling.settings import SamplingParams
 
@@ -47,13 +48,23 @@ class Temperature(NamedTuple):
 
 
 class RowSampling(NamedTuple):
-  """How the tokens of each row are drawn, if the rows differ. Arrays [s]."""
+  """How the tokens of a row are drawn, or of all rows, if these differ: then arrays [s]."""
 
-  temperature: Any  # f32[s], 0 takes the most probable token
-  top_k: Any  # i32[s], 0 keeps all
-  top_p: Any  # f32[s], 1 keeps all
-  min_p: Any  # f32[s], 0 keeps all
-  lists_alternatives: Any  # bool[], whether any row wants `Alternatives`
+  temperature: Any = np.float32(1)  # 0 takes the most probable token
+  top_k: Any = np.int32(0)  # 0 keeps all
+  top_p: Any = np.float32(1)  # 1 keeps all
+  min_p: Any = np.float32(0)  # 0 keeps all
+  lists_alternatives: Any = np.bool_(False)  # whether the row, or any, wants `Alternatives`
+
+  @classmethod
+  def of(cls, rows: Iterable[RowSampling]) -> RowSampling:
+    """Returns the arrays of some rows."""
+    columns = zip(zip(*rows, strict=True), cls(), strict=True)
+    arrays = cls(*(np.asarray(column, plain.dtype) for column, plain in columns))
+    return arrays._replace(lists_alternatives=arrays.lists_alternatives.any())
+
+
+PLAIN = RowSampling()
 
 
 class Alternatives(NamedTuple):

@@ -15,8 +15,8 @@ import numpy as np
 
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.chunk import Chunk
-from gtpo_jax.sampling.completion import IDLE_SAMPLING, Completion, Prompt
-from gtpo_jax.sampling.filters import RowSampling
+from gtpo_jax.sampling.completion import Completion, Prompt
+from gtpo_jax.sampling.filters import PLAIN, RowSampling
 from gtpo_jax.sampling.prefill.batches import RoutesRead, routes_of
 from gtpo_jax.sampling.prefill.reading import Reader
 from gtpo_jax.sampling.programs import Programs, SamplerState
@@ -207,7 +207,9 @@ class Session:
     of_slot = [self._in_flight.get((i, j)) for i, j in scheduler.slots.completions.tolist()]
     refills = some_wait or scheduler.has_waiting or self._have_joined
     limits = self._pace.limits(inputs, refills)
-    sampling = self._sampling_params or _row_sampling(of_slot)
+    sampling = self._sampling_params or RowSampling.of(
+      completion.sampling if completion else PLAIN for completion in of_slot
+    )
     self._state, chunk = self._programs.decode(self._params, state, inputs, *limits, sampling)
     chunk = jax.device_get(chunk)
     ended_at = time.perf_counter()
@@ -274,18 +276,6 @@ def up_to_stop_strings(
         counts[slot] = end
         finished[slot] = True
   return counts, finished
-
-
-def _row_sampling(completions: Sequence[Completion | None]) -> RowSampling:
-  rows = [completion.sampling if completion else IDLE_SAMPLING for completion in completions]
-  temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-  return RowSampling(
-    np.asarray(temperature, np.float32),
-    np.asarray(top_k, np.int32),
-    np.asarray(top_p, np.float32),
-    np.asarray(min_p, np.float32),
-    np.bool_(any(x.wants_alternatives for x in completions if x)),
-  )
 
 
 def _busy(tokens: int, steps: int, slots: int) -> float:

@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from gtpo_jax.data.chat_template import check_variables
 from gtpo_jax.runtime.errors import UserError, did_you_mean, first_line
-from gtpo_jax.sampling.filters import ALTERNATIVES
+from gtpo_jax.sampling.filters import ALTERNATIVES, RowSampling
 from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
 from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
 
@@ -314,6 +314,12 @@ class Request(Body):
   stream: bool = False
   stream_options: _StreamOptions = _StreamOptions()
   return_token_ids: bool = False
+
+  @property
+  def sampling(self) -> RowSampling:
+    """How the tokens of its choices are drawn."""
+    settings = {name: x for name, x in self if name in RowSampling._fields}
+    return RowSampling(**settings, lists_alternatives=bool(self.top))
 
   @model_validator(mode="before")
   @classmethod

@@ -125,8 +125,7 @@ class Service:
               prompt=Prompt(prompt),
               key=np.asarray(key),
               limit=limit,
-              sampling=(request.temperature, request.top_k, request.top_p, request.min_p),
-              wants_alternatives=bool(request.top),
+              sampling=request.sampling,
               stop=stop,
               deliver=deliver,
             )

@@ -15,6 +15,7 @@ import numpy as np
 
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.completion import Prompt
+from gtpo_jax.sampling.filters import RowSampling
 from gtpo_jax.serving.choices import NOTHING, Part, joined, new_search
 from gtpo_jax.serving.generator import Full, Generator, ScoreJob, ServedCompletion
 from gtpo_jax.serving.requests import ApiError, parse_object
@@ -201,8 +202,12 @@ class Sampler:
         prompt=Prompt(prompt),
         key=np.asarray(key),
         limit=limit,
-        sampling=(ask.temperature, max(ask.top_k, 0), ask.top_p, 0.0),
-        wants_alternatives=bool(body.topk_sample_logprobs),
+        sampling=RowSampling(
+          ask.temperature,
+          max(ask.top_k, 0),
+          ask.top_p,
+          lists_alternatives=bool(body.topk_sample_logprobs),
+        ),
         stop=stop,
         deliver=functools.partial(pending.deliver, i),
         params=params,

@@ -25,10 +25,9 @@ WAYS = [
 
 
 def rows_of(ways, lists_alternatives=False):
-  numbers = zip(*((x.temperature, x.top_k, x.top_p, x.min_p) for x in ways), strict=True)
-  types = (np.float32, np.int32, np.float32, np.float32)
-  arrays = (np.asarray(x, kind) for x, kind in zip(numbers, types, strict=True))
-  return RowSampling(*arrays, np.bool_(lists_alternatives))
+  return RowSampling.of(
+    RowSampling(x.temperature, x.top_k, x.top_p, x.min_p, lists_alternatives) for x in ways
+  )
 
 
 def test_each_row_draws_what_it_draws_by_itself():
@@ -54,13 +53,7 @@ def test_filters_keep_the_fewest_tokens_that_are_enough(seed, top_k, top_p):
   rng = np.random.default_rng(seed)
   weights = rng.random(10).astype(np.float32) ** 3
   weights /= weights.max()
-  way = RowSampling(
-    np.ones(1, np.float32),
-    np.full(1, top_k, np.int32),
-    np.full(1, top_p, np.float32),
-    np.zeros(1, np.float32),
-    np.bool_(False),
-  )
+  way = RowSampling.of([RowSampling(top_k=top_k, top_p=top_p)])
   kept = np.asarray(filter_rows(way, jnp.asarray(weights)[None]))[0]
   ordered = np.sort(weights)[::-1].astype(np.float64)
   ordered = ordered[: top_k or None]

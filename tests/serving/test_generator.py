@@ -17,6 +17,7 @@ from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.completion import Prompt
 from gtpo_jax.sampling.dense.state_shapes import StateShapes
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.filters import RowSampling
 from gtpo_jax.sampling.programs import ProgramSettings
 from gtpo_jax.sampling.settings import Demand, EngineConfig
 from gtpo_jax.serving.generator import Full, Generator, ScoreJob, ServedCompletion
@@ -27,7 +28,12 @@ CONFIG = TOY
 STOP = (7, 11)
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(12, 48, 1 + i * 5 % 23).tolist() for i in range(40)]
-WAYS = [(1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.2, 0, 0.8, 0.05)]
+WAYS = [
+  RowSampling(),
+  RowSampling(temperature=0.0),
+  RowSampling(temperature=0.7, top_k=5),
+  RowSampling(temperature=1.2, top_p=0.8, min_p=0.05),
+]
 
 
 def make_engine(attention="", mesh=None, slots=16, memory=None):
@@ -52,8 +58,7 @@ class Ask:
       prompt=Prompt(PROMPTS[i]),
       key=key,
       limit=limit,
-      sampling=WAYS[i % 4],
-      wants_alternatives=i % 5 == 0,
+      sampling=WAYS[i % 4]._replace(lists_alternatives=i % 5 == 0),
       deliver=self.receive,
     )
 
