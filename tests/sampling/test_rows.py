@@ -25,9 +25,9 @@ WAYS = [
 
 
 def rows_of(ways, lists_alternatives=False):
-  return RowSampling.of(
-    RowSampling(x.temperature, x.top_k, x.top_p, x.min_p, lists_alternatives) for x in ways
-  )
+  plain = RowSampling(lists_alternatives=lists_alternatives)
+  names = [name for name in plain._fields if name != "lists_alternatives"]
+  return RowSampling.of(plain._replace(**{x: getattr(way, x) for x in names}) for way in ways)
 
 
 def test_each_row_draws_what_it_draws_by_itself():
