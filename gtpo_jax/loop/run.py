@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -55,7 +56,7 @@ from gtpo_jax.runtime.resource_limits import return_freed_memory
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.state import TrainState, init_state
 
-MEASURED_STEPS = 3  # after which the expected time is corrected
+MEASURED_STEPS = 3  # that compile nothing, after which the expected time is corrected
 COMPILING_STEPS = 2  # of a run, which say nothing about the time of others
 PRINT_EVERY = 5  # steps between lines of a plain log
 
@@ -110,7 +111,8 @@ class Run:
     for line in describe_run(config, worker):
       say(line)
     self._expected = expected_of(config, worker)
-    self._step_seconds: list[float] = []
+    self._step_seconds: list[float] = []  # of steps that compiled nothing
+    self._compiles = 0.0
     self._observer: Observer | None = None
     self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
     untrained = functools.partial(frozen_params, folder, worker.model, config.model.path)
@@ -241,11 +243,12 @@ class Run:
       self._observer = Observer(self.config, self.worker.engine, step + COMPILING_STEPS)
     if pays := self._observer.observe(step, batch.groups, metrics):
       self.display.say(pays)
-    self._step_seconds.append(metrics["time/step"])
-    if self._expected and len(self._step_seconds) == MEASURED_STEPS and step < self.config.steps:
-      # The first step, and any that uses a new program, also compiles.
-      seconds = min(self._step_seconds)
-      self.display.say(corrected(self._expected, self.config, step, seconds))
+    if metrics["compiles"] == self._compiles:
+      self._step_seconds.append(metrics["time/step"])
+      if self._expected and len(self._step_seconds) == MEASURED_STEPS and step < self.config.steps:
+        seconds = statistics.median(self._step_seconds)
+        self.display.say(corrected(self._expected, self.config, step, seconds))
+    self._compiles = metrics["compiles"]
     self._journal.write(step, metrics)
     for i in range(min(log.samples, len(batch.problems))):
       episodes = batch.episodes[i]

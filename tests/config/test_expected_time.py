@@ -95,8 +95,8 @@ def test_on_one_h100(preset, sample, update):
 
 
 @pytest.mark.slow
-def test_a_run_says_it_and_corrects_it_after_three_steps():
-  changes = {"steps": 4, "batch.prompts": 2, "batch.group": 2, "eval.every": 0, "eval.samples": 1}
+def test_a_run_says_it_and_corrects_it_after_three_steps_that_compile_nothing():
+  changes = {"steps": 9, "batch.prompts": 2, "batch.group": 2, "eval.every": 0, "eval.samples": 1}
   changes |= {"data.max_prompt_tokens": 20, "sampling.max_tokens": 4}
   listener = Listener()
   gtpo_jax.train(config_of(**changes), None, listener, lambda: False, reward=even, data=ADDITIONS)
