@@ -90,14 +90,14 @@ def bearer(request: Request) -> str:
 
 
 async def read_body(request: Request, most: int = MAX_BODY, whole: bool = True) -> bytes:
-  """Returns a body; without `whole`, of a longer one the beginning, of more than `most` bytes."""
+  """Returns a body; without `whole`, the first `most` + 1 bytes of a longer one."""
   body = bytearray()
   async for part in request.stream():
     if len(body) <= most:  # the rest is dropped: a client reads no answer before it has sent all
       body += part
   if len(body) > most and whole:
     raise ApiError(413, f"the body is over the limit of {most} bytes")
-  return bytes(body)
+  return bytes(body[: most + 1])  # the same bytes, however the network has divided them
 
 
 async def read_fields(

@@ -287,6 +287,25 @@ def test_requests_to_learn(url, trained):
   seq[0] += 1
 
 
+def test_a_body_over_the_limit_is_the_same_however_the_network_divides_it(url, trained):
+  _, model, seq = trained
+  fields = {
+    "model_id": model,
+    "seq_id": seq[0],
+    "path": "a",
+    "user_metadata": {"a": "x" * (17 << 20)},
+  }
+  body = json.dumps(fields).encode()
+  answers = []
+  for size in (len(body), 1_000_003, 65_536):
+    parts = (body[i : i + size] for i in range(0, len(body), size))
+    answers.append(send(url, "POST", "save_weights", parts))
+  assert answers[0][0] == 413 and b"over the limit" in answers[0][1]
+  for status, data in answers[1:]:  # it is acknowledged by now, as refused
+    assert (status, json.loads(data)["request_id"]) == (200, f"{model}:{seq[0]}")
+  seq[0] += 1
+
+
 def test_bodies_over_the_limit(url, trained, monkeypatch):
   """More than fits in the buffers of the connection, so that the server must read them."""
   long = lambda model, seq: (
