@@ -161,6 +161,8 @@ ARMS: dict[str, Arm] = {
   "grpo_s, beta2 = 1": Arm(_grpo_s(1.0)),
   "grpo_s, entropies shuffled": Arm(_grpo_s(1.0), _completions_shuffled),
   **{name: Arm(make(name, **EQUAL)) for name in ("dapo", "dapo_forking", "empg", "fipo")},
+  # With the published loss and settings, as in the probe.
+  **{name: Arm(make(name, dynamic_sampling=False)) for name in ("grpo", "grpo_s")},
   "oracle mask": Arm(Weighted("oracle", gtpo(0.0).recipe), weights=deciding),
 }
 # By arm: the same loss without entropy in the reward and, at the stronger weight, with entropies of
@@ -187,7 +189,7 @@ TRAINED: dict[tuple[str, int], tuple[str, ...]] = {
   ("countdown", 12): (*_MAIN, _PLAIN, *_BY_COMPLETION),
   ("filler2", 100): _MAIN,
   ("confident", 100): _MAIN,
-  ("countdown", 100): (*_MAIN, *_BY_COMPLETION),
+  ("countdown", 100): (*_MAIN, *_BY_COMPLETION, "grpo", "grpo_s"),
   ("sums", 12): (
     BASELINE,
     "gtpo, alpha2 = 1",
