@@ -153,8 +153,12 @@ class Expected(NamedTuple):
     return warm_start + len(steps) * self.step + evaluations * self.evaluation
 
 
-def cpu_speed() -> CpuSpeed:
-  """Measures the speed of this CPU now, in three tenths of a second."""
+def cpu_speed(dtype: str) -> CpuSpeed:
+  """Measures the speed of this CPU now, in a tenth of a second for each format.
+
+  Args:
+    dtype: the compute dtype.
+  """
 
   def flops(dtype: str) -> float:
     x = jnp.ones((2048, 576), dtype)
@@ -167,8 +171,10 @@ def cpu_speed() -> CpuSpeed:
       seconds.append(time.perf_counter() - began)
     return 2 * x.size * len(y) / float(np.median(seconds))  # the first call compiles
 
-  products = flops("float32")
-  gain = flops("bfloat16") / products if cpu_bfloat16_units() else 1.0
+  with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    products = flops("float32")
+    has_units = dtype == "bfloat16" and cpu_bfloat16_units()
+    gain = flops("bfloat16") / products if has_units else 1.0
   return CpuSpeed(products / _cores(), gain)
 
 
@@ -211,7 +217,7 @@ def expected_seconds(
     return Expected(
       sample, update, evaluation, imitated * update / config.batch.epochs, factor, basis
     )
-  cpu = cpu or cpu_speed()
+  cpu = cpu or cpu_speed(c.compute_dtype)
   cores = _cores() * cpu.products / CpuSpeed().products
   # An update gains less than its products, because it is not all products: about the square root.
   gain = math.sqrt(cpu.gain) if c.compute_dtype == "bfloat16" else 1.0

@@ -69,8 +69,10 @@ def test_half_the_speed_takes_twice_the_time():
   )
   for name in ("sample", "update", "evaluation", "warm_start"):
     assert getattr(twice, name) == pytest.approx(2 * getattr(once, name))
-  measured = cpu_speed()
-  assert 1e8 < measured.products < 1e13 and 0.01 < measured.gain < 100
+  for dtype in ("float32", "bfloat16"):
+    measured = cpu_speed(dtype)
+    assert 1e8 < measured.products < 1e13 and 0.01 < measured.gain < 100
+  assert cpu_speed("float32").gain == 1
 
 
 def test_the_tiny_run():
