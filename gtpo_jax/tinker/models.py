@@ -134,7 +134,10 @@ def _trained(model: Transformer) -> Params:
 
 @functools.lru_cache(maxsize=16)
 def _fill(given: Transformer, model: Transformer) -> Any:
-  """Returns a program that fills adapters of `given`, or none, with zeros to those of `model`."""
+  """Returns a program that pads adapters of `given` with zeros to the shapes of `model`.
+
+  Adapters that `given` does not have become zeros.
+  """
   scale = given.config.lora.scale / model.config.lora.scale
   wanted = flatten_dict(_trained(model))
 
