@@ -55,7 +55,7 @@ def config_of(rate: float, algorithm: str) -> Config:
   """Returns the config of a run at a learning rate."""
   fields = {"data.filler": 2, "batch.prompts": 16, "batch.group": 8, "steps": UPDATES}
   fields |= {"optimizer.learning_rate": rate, "algorithm.name": algorithm}
-  fields |= {"eval.every": 0, "eval.problems": 2, "eval.samples": 1}
+  fields |= {"eval.every": 0, "eval.problems": 2, "eval.samples": 1, "batch.micro_batches": 1}
   return load(CONFIG, [f"--config.{key}={value}" for key, value in fields.items()])
 
 

@@ -38,7 +38,8 @@ class Corrections(Checked):
     "pi_trainer is the policy's probability before the update, computed by the trainer; the ratio "
     "of the update is then relative to it (the decoupled objective, 2505.24298). pi_sampler is the "
     "probability when the token was drawn, computed by the sampler. 0 for off, which also saves "
-    "the pass over the batch that computes pi_trainer.",
+    "the pass over the batch that computes pi_trainer. With sampling.staleness of 2 or more, the "
+    "default is 2.",
     AT_LEAST_0,
   )
   tis_level: str = setting(

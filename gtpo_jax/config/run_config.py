@@ -47,6 +47,9 @@ from gtpo_jax.training.state import OptimizerConfig
 SEED = at_least(0)._replace(largest=2**32 - 1)
 
 
+STALE_TIS_CAP = 2.0  # docs/experiments.md, "What old tokens do to the gradient"
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
   """The configuration of a run.
@@ -119,10 +122,15 @@ class Config:
 
   @functools.cached_property
   def resolved_algorithm(self) -> Algorithm:
-    """The algorithm with this run's settings, published values filled in."""
+    """The algorithm with this run's settings, published values filled in.
+
+    Tokens that are two or more updates old are weighted, unless `algorithm.tis_cap` says otherwise.
+    """
     settings = dataclasses.asdict(self.algorithm)
     name = settings.pop("name")
     chosen = {key: value for key, value in settings.items() if value is not None}
+    if self.sampling.staleness >= 2:
+      chosen.setdefault("tis_cap", STALE_TIS_CAP)
     return algorithms.make(name, self.distill if self.teacher.exists else None, **chosen)
 
   @property

@@ -12,7 +12,7 @@ from gtpo_jax.rewards.languages import nfc, to_ascii, words_of
 
 _SURROUNDINGS = " \t\r\n*`\"'"
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|tt)?|mathrm|mbox)\{([^{}]*)\}")
-_LETTER = re.compile(r"[\s*`\"']*\(?([A-Ja-j])\)?[.):]?[\s*`\"']*")
+_LETTER = re.compile(r"[\s*`\"']*\(?([A-Ja-j])\)?[.):!]?[\s*`\"']*")
 # A letter that a text commits to: (B), **B** or B at the end of a line, or B. or B) at its start.
 # Each run of white space and asterisks is read once: it is entered only where it begins, and
 # possessively, so that a text of nothing else takes linear time.
@@ -27,15 +27,16 @@ _MATH_MARKS = re.compile(r"\\[()\[\] ,;:!]|\$")
 # The start of a marked answer: a word such as "Option", and a letter, as in "B) because".
 _MARKED_CHOICE = re.compile(
   rf"(?i:(?:\w{{1,8}}\s{{1,3}}){{0,2}}?(?:{words_of('options')})\s{{0,3}}(?:is\s|:)?)?"
-  r"[\s*`\"']*+\(?([A-Ja-j])(?:[.):,;\s*`\"'。]|[\u3040-\u9fff\uac00-\ud7a3]|$)"
+  r"[\s*`\"']*+\(?([A-Ja-j])(?:[.):,;!\s*`\"'。]|[\u3040-\u9fff\uac00-\ud7a3]|$)"
 )
 # "a man" and "I think": the letter is a word, unless a reason follows.
 _ARTICLE = re.compile(
-  r"(?:a\b|I\b|A\b)\s+(?!(?:because|since|as|for|is|or|and|due|with|given|[&A-J(])\b)[a-z]"
+  r"(?:a\b|I\b|A\b)\s+(?!(?:because|since|as|for|is|or|and|due|with|given|rather|instead|[&A-J(])\b)[a-z]"
 )
 _JOINED = (
-  r"[\s*`\"').:(\[]*(?:(?:,|;|/|&|\+|-|–|—|~|\||∨|∧|\b(?:and|or|to|through|then|also|as well as"
-  r"|plus|xor|vs\.?|versus|but also|along with|together with|und|oder|ou|et|o|y|e|или|и|nor)(?!\w)"
+  r"[\s*`\"').:(\[]*(?:(?:,|;|/|&|\+|-+>?|–|—|~|\||∨|∧|!?=+>?|[<>\u2190-\u21ff≠∪∩]"
+  r"|\\(?:cup|cap|lor|land|vee|wedge|to|iff|implies|(?:long)?(?:left)?(?:right|Right)arrow)|\b(?:and|or|to|through|then|also|as well as"
+  r"|plus|xor|vs\.?|versus|but also|or else|otherwise|alternatively|with|along with|together with|und|oder|ou|et|o|y|e|или|и|nor)(?!\w)"
   r"|\bbut(?=\s+\(?[A-J]\)?\s+(?:\w+\s+)?(?:also|too|as well)\b)"
   r"|和|或|、|と|또는)[\s*`\"']*)+(?:(?:either|option|choice|letter|maybe|perhaps|possibly)\s)*\(?"
 )
@@ -45,14 +46,17 @@ JOINED_AFTER = re.compile(
 )
 _JOINED_BEFORE = re.compile(rf"[A-J]\)?(?i:{_JOINED})$|\([A-J]\)[^\S\n]*\($")
 _REFUSED_BEFORE = re.compile(
-  r"(?i)(?:\b(?:not|never|neither|except|besides|than|cannot|(?:\w+thing|all)\s+but)|n't)\s+(?:be\s)?"
-  r"(?:option\s|choice\s)?\(?$"
+  r"(?i)(?:\b(?:not|never|neither|except|besides|unlike|than|cannot|(?:\w+thing|all)\s+but"
+  r"|(?:none|instead|opposite)\s+of|(?:rul|cross)\w*\s+out|(?:eliminat|reject|discard|exclud|avoid"
+  r"|ignor)\w*)|n't|\\l?n(?:eg|ot|e))\s+(?:be\s)?(?:option\s|choice\s)?\(?$"
 )
 _REFUSED_AFTER = re.compile(
-  r"(?i)[).*\s]*(?:is|was|are|seems|looks|must be|cannot|can't|can be)\s*"
-  r"(?:n't|(?:\w+\s)?(?:not|wrong|false"
-  r"|incorrect|impossible|ruled|excluded|eliminated)|be)\b"
+  r"(?i)[).*\s]*(?:(?:,?\s*which\s)?\b(?:is|was|are|seems|looks|must be|would be|cannot|can't|can be)\s*"
+  r"(?:n't|(?:\w+\s(?:but\s)?)?(?:not|wrong|false|incorrect|impossible|ruled|rejected|excluded"
+  r"|eliminated)|a\s(?:trap|decoy|distractor)|be)\b|[-–—,(\[]\s*(?:wrong|incorrect)\b|[✗✘❌])"
 )
+# Further choices in a sentence that has begun with one.
+_LISTED = re.compile(r"\(([A-J])\)|\([^()]*\)|(?<=\s)([A-J])\)")
 
 
 def exact_correct(completion: str, answer: str) -> bool:
@@ -109,16 +113,32 @@ def choice_vote(completion: str) -> str | None:
   if marked is not None:
     text = _letters(marked).strip()
     chosen = _MARKED_CHOICE.match(text)
-    if chosen and not _ARTICLE.match(text) and not _REFUSED_AFTER.match(text, chosen.end(1)):
-      return None if JOINED_AFTER.match(text, chosen.end(1)) else chosen[1].upper()
+    if chosen and not _ARTICLE.match(text) and not _is_refused(text, *chosen.span(1)):
+      further = _LISTED.finditer(text, chosen.end(1))
+      joined = _is_joined(text, *chosen.span(1)) or any(
+        match.lastindex and not _is_refused(text, *match.span(match.lastindex)) for match in further
+      )
+      return None if joined else chosen[1].upper()
   found = None
   for match in _CHOICE.finditer(text):
-    group = match.lastindex
-    before = text[max(0, match.start(group) - 40) : match.start(group)]
-    if not _REFUSED_BEFORE.search(before) and not _REFUSED_AFTER.match(text, match.end(group)):
-      hedged = _JOINED_BEFORE.search(before) or JOINED_AFTER.match(text, match.end(group))
-      found = None if hedged else match[group].upper()
+    span = match.span(match.lastindex)
+    if not _is_refused(text, *span):
+      found = None if _is_joined(text, *span) else match[match.lastindex].upper()
   return found
+
+
+def _is_refused(text: str, start: int, end: int) -> bool:
+  """Returns whether a text calls the letter from `start` to `end` wrong."""
+  before = _REFUSED_BEFORE.search(text[max(0, start - 40) : start])
+  return bool(before or _REFUSED_AFTER.match(text, end))
+
+
+def _is_joined(text: str, start: int, end: int) -> bool:
+  """Returns whether a letter is one of several, as in "A or B"; one of "A; B is wrong" is not."""
+  after = JOINED_AFTER.match(text, end)
+  if after and re.fullmatch(r"\)?[,;.]\s*\(?\w", after[0]) and _REFUSED_AFTER.match(text, after.end()):
+    after = None
+  return bool(after or _JOINED_BEFORE.search(text[max(0, start - 40) : start]))
 
 
 def _letters(text: str) -> str:

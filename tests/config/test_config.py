@@ -446,3 +446,13 @@ def test_a_path_in_double_quotes_may_have_commas_and_stars(train, sources):
   data = DataSection(train=train, eval=train)
   assert data.sources == sources
   assert DataSection(eval='"1,000.jsonl", b.jsonl').eval_names == ["1,000.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize(
+  ("staleness", "chosen", "expected"), [(0, None, 0), (1, None, 0), (2, None, 2), (4, 0, 0), (3, 5, 5)]
+)
+def test_old_tokens_are_weighted_from_a_staleness_of_two_on(staleness, chosen, expected):
+  config = default_config()
+  config.sampling.staleness = staleness
+  config.algorithm.tis_cap = chosen
+  assert freeze(config).resolved_algorithm.settings.tis_cap == expected

@@ -38,7 +38,9 @@ _MARKUP = [
   for pattern, replacement in (
     (r"<<[^<>\n]*>>|</?[A-Za-z_]{2,}[^<>\n]*>|</?[biup]>", " "),  # of a calculator, or of HTML
     (r"(?<=[^\W\d_])[\u2013\u2014\u2015](?=\d)", ": "),  # a dash of prose
+    (TEXT_COMMAND + r"\s*\{\s*-\s*\}", "-"),
     (TEXT_COMMAND + r"\s*\{([^{}]*)\}", r" \1 "),
+    (r"\b(?:US|AU|CA|NZ|HK|[ACRS])(?=\\?\$\s?\d)|[\u20ac\u00a3\u00a5\u20b9](?=\s?\d)", ""),
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-z])|\\?\$|\\[()\[\]]", ""),
     (r"\\(?:[,!;: ]|q?quad(?![a-z]))|~", " "),
     (r"\\\\", "\n"),
@@ -48,7 +50,9 @@ _MARKUP = [
     ),
     (r"(?<![\w)\]}*])\*\*(?=\S)(.+?)(?<=\S)\*\*(?![\w(*])", r"\1"),
     (r"\\%", "%"),
+    (r"(?i)\b(?:an?|one)\s+(\d+)(?:th|rd)\b(?=\s*(?:[.,;]|of\b|$))", r"1/\1"),
     (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
+    (r"(?<=\d)\s*\u2026\s*(?=\d)", "..."),
     (r"(?<=[\d\s])((?:[kcdm]m|ft|yd|mi|in)|(?<=\d\s)m)\s?\^\s?\{?[23]\}?", r"\1"),
     (r"(?<=\d)\s*\u2022\s*(?=\d)", "*"),
     (r"((?:=|\b(?:is|are|was|be|equals?))\s*)-\s+(?=[\d.])", r"\1-"),
@@ -73,16 +77,16 @@ _BETWEEN = str.split("times plus minus over divided multiplied choose")
 _OPERANDS = ("number", "letter", "close", "name", "symbol")
 _STARTS = ("number", "letter", "open", "name", "symbol")
 _SYMBOLS = ("Sm", "No", "Nl", "Mn", "Me", "Lm", "Sk")  # categories of Unicode
-_MARKS = "\u2308\u2309\u230a\u230b\u2030\u2031\u2032\u2033\u2034\u2715\u2716"  # further symbols
+_MARKS = "\u2308\u2309\u230a\u230b\u2030\u2031\u203e\u2032\u2033\u2034\u2715\u2716"  # further symbols
 
 _HEDGED_BEFORE = re.compile(HEDGES["before"].replace("ORDINALS", ORDINALS))
 _OR = re.compile(
   r"(?i)(.*(?:\d|\b(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve)\b).*?)"
-  r"(?:,\s*|\s+)(?:or|oder|или)\s+(?:maybe\s+|perhaps\s+|possibly\s+|else\s+)?$",
+  r"(?:,\s*|\s+)\(?(?:or|oder|или)(?:,?\s+if\s[^.\d]*|\s+(?:(?:maybe|perhaps|possibly|else)\s+)?)$",
   re.DOTALL,
 )
 _HEDGED_AFTER = re.compile(HEDGES["after"])
-_NEGATED = re.compile(r"(?i)(?<![\w-])(?:minus|negative|neg)\s+$")
+_NEGATED = re.compile(r"(?i)(?<![\w-])(?:minus|negative|neg\.?)\s+$")
 # What changes a number before it.
 _CHANGED = re.compile(
   rf"(?i)\s?-?\s*(?:\((?!plus|less|more|minus|times))?((?!{'|'.join(UNITS['scaled'])}|half\b|quarter)"
@@ -90,9 +94,14 @@ _CHANGED = re.compile(
   r"|squared|cubed|factorial|doubled|tripled|quadrupled|halved|per ?mille?|mod(?:ulo)?|base"
   r"|recurring|repeating|pp[mb]|bps|in (?:binary|octal|hex\w*|base)"
   r"|(?:minus|times|less)\s+(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve)\b"
-  r"|point\s+[a-z]+|raised|to the (?:power|[a-z]+th)|times (?:as|itself|more)"
+  r"|point\s+[a-z]+|raised|to the (?:power|[a-z]+th|third)|times (?:as|itself|more)"
   r"|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|[a-z]+tie|[a-z]*illion)ths"
-  r"|[a-z]*illions?|mil|thirds|plus|less than|more than|半|分之|打|成(?!为)|割|折|以上|以下"
+  r"|reciprocals?|inverse|negat(?:ed|ive)|primorial|radical|double factorial|parts? per [a-z]+"
+  r"|in an? (?:[a-z]+ )?(?:hundred|thousand|million)|(?:kibi|mebi|gibi|mega|giga|tera|milli|micro"
+  r"|nano|pico|centi|deci|dec?ka|hecto)"
+  r"|(?!maths|months|paths|baths|lengths|widths|depths|births|deaths|cloths|booths|moths|myths|youths"
+  r"|mouths|sloths|mammoths|growths|strengths|wreaths|tooths)[a-z]+ths"
+  r"|[a-z]*illions?|mil|thirds|plus|半|分之|打|成(?!为)|割|折|以上|以下"
   r"|以内|未|超|余"
   rf"|(?:{'|'.join(sorted(SCALES, key=len, reverse=True))})s?)(?![a-z]))"
 )

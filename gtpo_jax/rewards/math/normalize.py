@@ -91,7 +91,8 @@ def strip_units(text: str) -> str:
     rest = text[: match.start()].rstrip()
     # 5 m and 60 km/h have a unit, but 5m may be a product.
     is_letter = word in UNITS["letters"] and not match[0].startswith(word)
-    is_known = is_letter or word in UNITS["symbols"] or _is_unit(word.lower())
+    is_word = match[0] != "a" and _is_unit(word.lower())
+    is_known = is_letter or is_word or word in UNITS["symbols"]
     if not is_known or _SCALE_AT_END.search(text) or not re.search(r"\d|\\", rest):
       break
     text = rest

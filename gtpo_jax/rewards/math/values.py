@@ -92,9 +92,11 @@ _INFINITY = {
   "infinity": "oo",
   "-infinity": "-oo",
 }
-# The left side of an answer: x =, f(2) =, a_1 =, x \in, total:
+# The left side of an answer: x =, f(2) =, a_1 =, x \in, total: (but not "twice x" or "not")
 _LEFT_SIDE = re.compile(
-  r"\s*((?:[A-Za-z]|\\[A-Za-z]+)(?:_\{?\w+\}?)?'?(?:\([\w, ]*\))?\s*(?:=|\\in(?![a-z]))"
+  r"\s*(?!\\n(?:ot|eg)(?![a-z])|(?i:minus|negative)\s*[:=]|[^:=]*(?i:\b(?:not|except|but|than|or"
+  r"|wrong|incorrect|squared|twice|half (?:of|the)|at least|at most)\b))"
+  r"((?:[A-Za-z]|\\[A-Za-z]+)(?:_\{?\w+\}?)?'?(?:\([\w, ]*\))?\s*(?:=|\\in(?![a-z]))"
   r"|[A-Za-z][A-Za-z ]{2,40}\s*[:=])\s*(?=\S)"
 )
 # If one of these follows, the first name is not the left side of the entire answer.
@@ -173,7 +175,7 @@ def _value(text: str, depth: int = 0) -> Value | None:
     if not isinstance(number, Number) or not isinstance(number.value, Fraction):
       return None
     return Number(number.value * SCALES[scaled[2].lower()])
-  if "=" in text and not re.search(r"[A-Za-z,;<>]", text):  # 2 + 3 = 5
+  if "=" in text and not re.search(r"[A-Za-z,;<>]|[!/]=", text):  # 2 + 3 = 5
     return _value(text.rsplit("=", 1)[1].strip(), depth + 1)
   if "," in text and text[:1] in "([":  # (1,234) is a point, 1,234 a number
     return _group(text, depth)
