@@ -12,10 +12,12 @@ import builtins
 import functools
 import json
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from gtpo_jax.rewards.code import humaneval, run_code
 from gtpo_jax.rewards.constraints.instruction_verdicts import check_instructions
 from gtpo_jax.rewards.gym.scores import check_entry
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, gold_answer
@@ -27,6 +29,7 @@ from gtpo_jax.rewards.truth import check_truth
 from gtpo_jax.rewards.verifiers import VERIFIERS, missing_extra
 from gtpo_jax.runtime.errors import first_line
 from gtpo_jax.runtime.files import unique_keys
+from gtpo_jax.runtime.sandbox.bubblewrap import sandbox_problem
 
 MAX_COUNTDOWN_DIGITS = 9  # of the numbers that a countdown step may contain
 MAX_SEARCHED_NUMBERS = 4  # of a countdown problem; the search with more takes milliseconds
@@ -157,7 +160,9 @@ def _humaneval(extra: Extra) -> None:
     _source(extra[name], name)
   if not extra["entry_point"].isidentifier():
     raise ValueError(f"has entry_point {extra['entry_point'][:SHOWN_CHARS]!r}, which is not a name")
-  tree = _checks(extra["test"])
+  tree = _checks(
+    extra["test"], humaneval("", extra["prompt"], extra["test"], extra["entry_point"])[1]
+  )
   if not any(isinstance(x, ast.FunctionDef) and x.name == "check" for x in ast.walk(tree)):
     raise ValueError("has a test without a function check(candidate), which would test nothing")
 
@@ -210,21 +215,27 @@ def _check_calls(name: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> No
     raise ValueError(f"has an input_output whose items are not plain values: {error}") from None
 
 
-def _checks(tests: str) -> ast.Module:
-  """Returns the parsed tests. Raises ValueError if they do not compile or check nothing."""
-  try:
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # such as of an escape in a text
-      tree = compile(tests, "<tests>", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
-  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-    raise ValueError(f"has tests that do not compile: {first_line(error)}") from None
-  uses = [x for x in ast.walk(tree) if isinstance(x, ast.Name)]
-  names = {x.id for x in uses}
-  # As in the sandbox, a name is that of the builtin, unless the tests have no other name.
-  names = names.difference(dir(builtins)) or names
-  called = names | {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute)} | {"check"}
-  own = {x.id for x in uses if isinstance(x.ctx, ast.Store)}
-  if not any(_checks_something(node, names, own) for node in _reached(tree, called)):
+def _checks(tests: str, whole: str = "") -> ast.Module:
+  """Returns the parsed tests. Raises ValueError if they do not compile or check nothing.
+
+  They check nothing if no assert about a value of the program can fail. Where that is not plain to
+  see and a sandbox is there, they are run: no program that computes nothing may pass them.
+
+  Args:
+    tests: Python code.
+    whole: the code with what the sandbox runs around it, by default `tests`.
+  """
+  tree, whole_tree = _parsed(tests), _parsed(whole or tests)
+  names = _names_of_program(tree)
+  called = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
+  called |= {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute)} | {"check"}
+  reached = list(_reached(tree, called))
+  own = {x.id for x in reached if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+  if not any(_checks_something(node, names, own & names) for node in reached) or (
+    not any(_is_plain_check(node, names) for node in _always_run(tree))
+    and not sandbox_problem()
+    and all(_passes(value, whole_tree) for value in ("None", "'nothing'"))
+  ):
     raise ValueError(
       "has tests that check nothing, so that any program would pass: they have no assert about a "
       f"value of the program: {' '.join(tests.split())[:SHOWN_CHARS]!r}"
@@ -232,26 +243,115 @@ def _checks(tests: str) -> ast.Module:
   return tree
 
 
+def _parsed(tests: str) -> ast.Module:
+  """Returns the parsed tests. Raises ValueError if they do not compile."""
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")  # such as of an escape in a text
+      return compile(tests, "<tests>", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    raise ValueError(f"has tests that do not compile: {first_line(error)}") from None
+
+
+def _names_of_program(tree: ast.Module) -> set[str]:
+  """Returns the names by which tests use the program, and those of what they compute with it.
+
+  As in the sandbox, a name is that of the builtin, unless the tests have no other name.
+  """
+  nodes = list(ast.walk(tree))
+  names_of = lambda node: {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+  bound = {x.id for x in nodes if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Load)}
+  bound |= {x.name for x in nodes if isinstance(x, ast.FunctionDef | ast.ClassDef)}
+  bound |= {x.asname or x.name.partition(".")[0] for x in nodes if isinstance(x, ast.alias)}
+  used = names_of(tree)
+  used = used.difference(dir(builtins), sys.stdlib_module_names) or used
+  names = used - bound
+  # What a statement, a loop or a function has beside a name of the program may depend on it.
+  groups = [names_of(x) for x in nodes if isinstance(x, ast.stmt) and not hasattr(x, "body")]
+  groups += [
+    names_of(x.target) | names_of(x.iter)
+    for x in nodes
+    if isinstance(x, ast.For | ast.comprehension)
+  ]
+  groups += [names_of(x) for x in nodes if isinstance(x, ast.withitem)]
+  groups += [names_of(x) | {x.name} for x in nodes if isinstance(x, ast.FunctionDef | ast.ClassDef)]
+  size = -1
+  while len(names) > size:
+    size = len(names)
+    names = names.union(*(group & (bound | used) for group in groups if group & names))
+  return names
+
+
+def _always_run(tree: ast.Module) -> Iterator[ast.stmt]:
+  """Yields the statements of the tests and of their function check that are in no other one."""
+  for node in tree.body:
+    yield node
+    if isinstance(node, ast.FunctionDef) and node.name == "check":
+      yield from node.body
+
+
+def _is_plain_check(node: ast.AST, names: set[str]) -> bool:
+  """Whether a node asserts that a call of the program is equal to a literal."""
+  test = node.test if isinstance(node, ast.Assert) else None
+  if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq):
+    return False
+  sides = (test.left, test.comparators[0])
+  is_literal = lambda x: not any(isinstance(y, ast.Name | ast.Call) for y in ast.walk(x))
+  is_call = lambda x: (
+    isinstance(x, ast.Call) and isinstance(x.func, ast.Name) and x.func.id in names
+  )
+  return len(test.comparators) == 1 and any(
+    is_call(x) and is_literal(y) for x, y in (sides, sides[::-1])
+  )
+
+
+def _passes(value: str, tests: ast.Module) -> bool:
+  """Returns whether a program whose functions all return a constant passes the tests."""
+  names = {x.id for x in ast.walk(tests) if isinstance(x, ast.Name)}
+  names |= {x.attr for x in ast.walk(tests) if isinstance(x, ast.Attribute)}  # of __program__
+  program = "".join(f"def {name}(*given, **named): return {value}\n" for name in sorted(names))
+  return bool(run_code(program, ast.unparse(tests)).passed)
+
+
 def _reached(node: ast.AST, called: set[str]) -> Iterator[ast.AST]:
   """Yields the nodes of tests that run, and whose failures end the run.
 
-  They are in no function that nothing calls, in no branch that is never entered, after no return,
-  and not where their errors are caught.
+  They are in no function that nothing calls, in no branch that is never entered, after no statement
+  that leaves, and not where their errors are caught.
   """
   for child in ast.iter_child_nodes(node):
-    decided = isinstance(getattr(child, "test", None), ast.Constant)
-    if isinstance(child, ast.FunctionDef) and not {child.name, "main"} & called:
+    is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+    is_idle = isinstance(child, ast.For) and not getattr(child.iter, "elts", True)
+    if (is_function and not {child.name, "main"} & called) or is_idle or _suppresses(child):
       continue
-    if isinstance(child, ast.If | ast.While) and decided and not child.test.value:
+    if isinstance(child, ast.If | ast.While) and _is_false(child.test):
       child = ast.Module(child.orelse, [])
-    elif isinstance(child, ast.For) and not getattr(child.iter, "elts", True):
-      continue
     elif isinstance(child, ast.Try) and any(map(_catches_failures, child.handlers)):
       child = ast.Module([*child.handlers, *child.orelse, *child.finalbody], [])
     yield child
     yield from _reached(child, called)
-    if isinstance(child, ast.Return):
+    exits = isinstance(child, ast.Expr) and ast.unparse(child) in ("exit()", "quit()", "sys.exit()")
+    if exits or isinstance(child, ast.Return | ast.Raise | ast.Break | ast.Continue):
       return
+
+
+def _suppresses(node: ast.AST) -> bool:
+  """Whether errors end in a block, as in with contextlib.suppress(Exception)."""
+  return isinstance(node, ast.With) and "suppress(" in ast.unparse(node.items)
+
+
+def _is_false(test: ast.expr) -> bool:
+  """Whether a condition without calls and without names but __name__ is false."""
+  allowed = (ast.Constant, ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not)
+  names = {x.id for x in ast.walk(test) if isinstance(x, ast.Name)}
+  if names - {"__name__"} or not all(
+    isinstance(x, (*allowed, ast.Name, ast.Load)) for x in ast.walk(test)
+  ):
+    return False
+  try:
+    return not eval(ast.unparse(test), {"__name__": "tests"})
+  except TypeError:
+    return False
 
 
 def _catches_failures(handler: ast.ExceptHandler) -> bool:
@@ -259,7 +359,8 @@ def _catches_failures(handler: ast.ExceptHandler) -> bool:
   kinds = {x.id for x in ast.walk(handler.type or handler) if isinstance(x, ast.Name)}
   caught = not handler.type or kinds & {"AssertionError", "Exception", "BaseException"}
   return bool(caught) and not any(
-    isinstance(x, ast.Raise | ast.Assert | ast.Call)
+    isinstance(x, ast.Raise | ast.Assert)
+    or (isinstance(x, ast.Call) and ast.unparse(x.func) != "print")
     for line in handler.body
     for x in ast.walk(line)
   )
@@ -275,6 +376,8 @@ def _checks_something(node: ast.AST, names: set[str], own: set[str]) -> bool:
     return name.startswith(("assert", "fail"))
   if isinstance(node, ast.Assert) and isinstance(node.test, ast.Name):
     return node.test.id in own
+  if isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant):
+    return not node.test.value  # as after a call that must raise
   return isinstance(node, ast.Raise) or (
     isinstance(node, ast.Assert) and _can_be_false(node.test, names)
   )
@@ -285,6 +388,7 @@ _ALWAYS_TRUE = (
   *(ast.Tuple, ast.List, ast.Set, ast.Dict, ast.ListComp, ast.GeneratorExp, ast.Lambda),
   *(ast.JoinedStr, ast.Constant),
 )
+_TRUE_OF_ALL = ("callable", "hasattr", "id", "repr", "str", "type")  # what of any value is true
 
 
 def _can_be_false(test: ast.expr, names: set[str]) -> bool:
@@ -297,7 +401,8 @@ def _can_be_false(test: ast.expr, names: set[str]) -> bool:
   if is_pair and isinstance(test.ops[0], ast.Eq | ast.Is | ast.LtE | ast.GtE):
     is_same = ast.dump(test.left) == ast.dump(test.comparators[0])
     return not is_same and _has_name(test, names)
-  if isinstance(test, _ALWAYS_TRUE):
+  is_call = isinstance(test, ast.Call) and isinstance(test.func, ast.Name)
+  if isinstance(test, _ALWAYS_TRUE) or (is_call and test.func.id in _TRUE_OF_ALL):
     return False
   return _has_name(test, names)
 

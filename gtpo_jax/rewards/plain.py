@@ -35,8 +35,9 @@ _ARTICLE = re.compile(
 )
 _JOINED = (
   r"[\s*`\"').:(\[]*(?:(?:,|;|/|&|\+|-+>?|–|—|~|\||∨|∧|!?=+>?|[<>\u2190-\u21ff≠∪∩]"
-  r"|\\(?:cup|cap|lor|land|vee|wedge|to|iff|implies|(?:long)?(?:left)?(?:right|Right)arrow)|\b(?:and|or|to|through|then|also|as well as"
-  r"|plus|xor|vs\.?|versus|but also|or else|otherwise|alternatively|with|along with|together with|und|oder|ou|et|o|y|e|или|и|nor)(?!\w)"
+  r"|\\(?:cup|cap|lor|land|vee|wedge|to|iff|implies|(?:long)?(?:left)?(?:right|Right)arrow)"
+  r"|\b(?:and|or|to|through|then|also|as well as|plus|xor|vs\.?|versus|but also|or else|otherwise"
+  r"|alternatively|with|along with|together with|und|oder|ou|et|o|y|e|или|и|nor)(?!\w)"
   r"|\bbut(?=\s+\(?[A-J]\)?\s+(?:\w+\s+)?(?:also|too|as well)\b)"
   r"|和|或|、|と|또는)[\s*`\"']*)+(?:(?:either|option|choice|letter|maybe|perhaps|possibly)\s)*\(?"
 )
@@ -51,7 +52,8 @@ _REFUSED_BEFORE = re.compile(
   r"|ignor)\w*)|n't|\\l?n(?:eg|ot|e))\s+(?:be\s)?(?:option\s|choice\s)?\(?$"
 )
 _REFUSED_AFTER = re.compile(
-  r"(?i)[).*\s]*(?:(?:,?\s*which\s)?\b(?:is|was|are|seems|looks|must be|would be|cannot|can't|can be)\s*"
+  r"(?i)[).*\s]*(?:(?:,?\s*which\s)?\b(?:is|was|are|seems|looks|must be|would be|cannot|can't"
+  r"|can be)\s*"
   r"(?:n't|(?:\w+\s(?:but\s)?)?(?:not|wrong|false|incorrect|impossible|ruled|rejected|excluded"
   r"|eliminated)|a\s(?:trap|decoy|distractor)|be)\b|[-–—,(\[]\s*(?:wrong|incorrect)\b|[✗✘❌])"
 )
@@ -136,7 +138,11 @@ def _is_refused(text: str, start: int, end: int) -> bool:
 def _is_joined(text: str, start: int, end: int) -> bool:
   """Returns whether a letter is one of several, as in "A or B"; one of "A; B is wrong" is not."""
   after = JOINED_AFTER.match(text, end)
-  if after and re.fullmatch(r"\)?[,;.]\s*\(?\w", after[0]) and _REFUSED_AFTER.match(text, after.end()):
+  if (
+    after
+    and re.fullmatch(r"\)?[,;.]\s*\(?\w", after[0])
+    and _REFUSED_AFTER.match(text, after.end())
+  ):
     after = None
   return bool(after or _JOINED_BEFORE.search(text[max(0, start - 40) : start]))
 

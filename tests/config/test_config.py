@@ -449,7 +449,8 @@ def test_a_path_in_double_quotes_may_have_commas_and_stars(train, sources):
 
 
 @pytest.mark.parametrize(
-  ("staleness", "chosen", "expected"), [(0, None, 0), (1, None, 0), (2, None, 2), (4, 0, 0), (3, 5, 5)]
+  ("staleness", "chosen", "expected"),
+  [(0, None, 0), (1, None, 0), (2, None, 2), (4, 0, 0), (3, 5, 5)],
 )
 def test_old_tokens_are_weighted_from_a_staleness_of_two_on(staleness, chosen, expected):
   config = default_config()

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from gtpo_jax.rewards import check_gold, countdown_correct, gold_check, math_correct
 from gtpo_jax.rewards.synthetic import countdown_reaches
 
-HUMANEVAL = {"prompt": "def f():\n", "test": "def check(c): assert c() == 1", "entry_point": "f"}
+HUMANEVAL = {
+  "prompt": 'def f():\n  """Returns 1."""\n',
+  "test": "def check(c): assert c() == 1",
+  "entry_point": "f",
+}
 CASES = {"inputs": ["1\n", ["2", "3"]], "outputs": ["2", ["5"]]}
 CALLS = {"fn_name": "f", "inputs": [[1, [2]], ["x"]], "outputs": [3, "x"]}
 HALF = "\ud800"
@@ -45,7 +49,9 @@ DEEP = "[" * 100_000
     ("code", "3", {"test_list": ["def test(): assert f(1) == 2\ntest()"]}),
     ("code", "3", {"test_list": ["x = f(1)\nassert x"]}),
     ("code", "3", {"test_list": ["for x in [1]: assert f(x)", "if f(1): pass"]}),
-    ("code", "3", {"test_list": ["try: f(1)\nexcept Exception: assert f(2) == 3"]}),
+    ("code", "3", {"test_list": ["try:\n  f(-1)\n  assert False\nexcept ValueError: pass"]}),
+    ("code", "3", {"test_list": ["x = [1]", "f(x)", "assert x == [2]"]}),
+    ("code", "3", {"test_list": ["s = Stack(1)", "s.push(1)", "assert s.pop() == 1"]}),
     (
       "code",
       "3",
@@ -115,6 +121,12 @@ def test_accepted(kind, answer, extra):
     ("code", "1", HUMANEVAL | {"test": None}, "test that is not text, but NoneType"),
     ("code", "1", HUMANEVAL | {"entry_point": "f()"}, "entry_point 'f()', which is not a name"),
     ("code", "1", HUMANEVAL | {"test": "a\0b"}, "test that contains a NUL character"),
+    (
+      "code",
+      "1",
+      HUMANEVAL | {"prompt": "def f():\n"},
+      "do not compile: expected an indented block",
+    ),
     ("code", "1", HUMANEVAL | {"test": HALF}, "surrogates not allowed"),
     ("code", "1", {"test_list": "assert True"}, "test_list that is not a list"),
     ("code", "1", {"test_list": []}, "test_list that is not a list"),
@@ -134,6 +146,26 @@ def test_accepted(kind, answer, extra):
         *("def test(): assert f(1) == 2", "assert (x for x in f(1))", "assert f(1) or [1]"),
         *("def test():\n  return\n  assert f(1) == 2\ntest()", "assert not f(1) or not False"),
         *("assert 'f(1) == 2'", "assert len([1]) == 1; f(1)", "# assert f(1) == 2"),
+        *("assert callable(f)", "assert str(f(1))", "assert hasattr(f, 'x')", "assert math.pi > 3"),
+        *(
+          "x = 5\nassert x == 5",
+          "def g(x): return 2\nassert g(1) == 2",
+          "f = len\nassert f([]) == 0",
+        ),
+        *(
+          "import math\nassert math.isclose(1, 1)",
+          "from math import gcd as f\nassert f(4, 2) == 2",
+        ),
+        *("import sys\nsys.exit()\nassert f(1) == 2", "if not True:\n  assert f(1) == 2"),
+        *(
+          "if __name__ == '__main__': assert f(1) == 2",
+          "for x in (1, 2):\n  break\n  assert f(x) == 2",
+        ),
+        *("import contextlib\nwith contextlib.suppress(Exception):\n  assert f(1) == 2",),
+        *(
+          "try: assert f(1) == 2\nexcept AssertionError: print('no')",
+          "async def t(): assert f(1) == 2",
+        ),
       )
     ),
     ("code", "1", {"test_list": ["assert f(1"]}, "tests that do not compile: '(' was never closed"),
@@ -160,6 +192,38 @@ def test_refused(kind, answer, extra, message):
   with pytest.raises(ValueError) as caught:
     check_gold(kind, answer, extra)
   assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize(
+  "test",
+  [
+    *("assert f(1) in [f(1)]", "assert f(1) == f(1) == f(1)", "assert isinstance(f(1), object)"),
+    *("assert len([f(1)]) == 1", "assert f(1) != object()", "assert not (f(1) != f(1))"),
+    *(
+      "x = y = f(1)\nassert x == y",
+      "x = f(1)\nassert x or not x",
+      "assert True if f(1) else True",
+    ),
+    *(
+      "for x in range(0): assert f(x) == 1",
+      "assert all(f(x) == 1 for x in ())",
+      "assert f(1) is not f",
+    ),
+    *("match 1:\n  case 2:\n    assert f(1) == 2", "if f(1) == 2:\n  assert f(1) == 2"),
+    *(
+      "def g():\n  yield 1\n  assert f(1) == 2\ng()",
+      "try: f(1)\nexcept Exception: assert f(2) == 3",
+    ),
+  ],
+)
+def test_tests_that_a_program_without_work_passes_are_refused(test):
+  with pytest.raises(ValueError, match="tests that check nothing"):
+    check_gold("code", "1", {"test_list": [test]})
+  check_gold("code", "1", {"test_list": [test, "assert f(1) == 2"]})
+  whole = HUMANEVAL | {"test": "def check(f):\n" + "".join(f"  {x}\n" for x in test.split("\n"))}
+  with pytest.raises(ValueError, match="tests that check nothing"):
+    check_gold("code", "1", whole)
 
 
 CHECKS = ["f(1) == 2", "f(1)", "f(1) in (2, 3)", "not f(1)", "len(f(1)) == 2 and f(2) == 3"]

@@ -89,6 +89,52 @@ def test_exact(completion, answer, correct):
     ("Answer: I", "I", True),
     ("Answer: B, because A is wrong", "B", True),
     ("It is (A), since (B) is wrong", "A", True),
+    *(
+      (f"{start}{text}", "A", False)
+      for start in ("Answer: ", "The answer is ", "So it is:\n")
+      for text in (
+        *(
+          "A = B",
+          "A → B",
+          "A -> B",
+          "A > B",
+          r"A \cup B",
+          "A with B",
+          "A or else B",
+          "A (wrong)",
+          "A ✗",
+        ),
+        *(
+          "A; alternatively B",
+          "A - wrong",
+          "A, which is wrong",
+          "A is a trap",
+          "A is tempting but wrong",
+        ),
+        *(
+          "rule out A",
+          "reject A",
+          "instead of A",
+          "unlike A",
+          "opposite of A",
+          "not option A",
+          r"\neg A",
+        ),
+        *("none of A", "(A) x (B) y"),
+      )
+    ),
+    *(
+      (f"Answer: {text}", "A", True)
+      for text in (
+        "A!",
+        "A rather than B",
+        "A; B is wrong",
+        "A, not (B)",
+        "A) x, as in (the first)",
+      )
+    ),
+    ("Answer: B: False", "B", True),
+    ("Answer: C. Vitamin D", "C", True),
     ("A", "Paris", None),
     ("K", "K", None),  # only a choice from A to J is found in a text
   ],

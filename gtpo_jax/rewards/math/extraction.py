@@ -77,7 +77,9 @@ _BETWEEN = str.split("times plus minus over divided multiplied choose")
 _OPERANDS = ("number", "letter", "close", "name", "symbol")
 _STARTS = ("number", "letter", "open", "name", "symbol")
 _SYMBOLS = ("Sm", "No", "Nl", "Mn", "Me", "Lm", "Sk")  # categories of Unicode
-_MARKS = "\u2308\u2309\u230a\u230b\u2030\u2031\u203e\u2032\u2033\u2034\u2715\u2716"  # further symbols
+_MARKS = (
+  "\u2308\u2309\u230a\u230b\u2030\u2031\u203e\u2032\u2033\u2034\u2715\u2716"  # further symbols
+)
 
 _HEDGED_BEFORE = re.compile(HEDGES["before"].replace("ORDINALS", ORDINALS))
 _OR = re.compile(
