@@ -178,6 +178,8 @@ def choices_of(row: Mapping[str, Any]) -> Choices | None:
     )
   as_texts = lambda items: tuple(str(item).strip() for item in items)
   choices = Choices(as_texts(texts), as_texts(names)[: len(texts)])
+  if not all(choices.texts):
+    raise ValueError(f"has a choice without text: {shown(value)}")
   for items in choices:
     if twice := next((item for item in items if items.count(item) > 1), None):
       raise ValueError(f"has the choice {shown(twice)} twice: {shown(value)}")

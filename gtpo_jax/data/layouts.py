@@ -41,7 +41,8 @@ PROMPT_AND_ANSWER = ("prompt", "answer")
 FIELDS = {*PROMPT_AND_ANSWER, "kind"}
 PROMPTS = ("prompt", "question", "problem")  # columns of the prompt
 ANSWERS = ("answer", "answerKey", "solution")  # columns of the gold answer, the first that exists
-OTHER_ANSWERS = ("answer", "final_answer", "gold_answer", "ground_truth")
+# Columns that must not state another number; of a solution, what it marks.
+OTHER_ANSWERS = ("answer", "solution", "final_answer", "gold_answer", "ground_truth")
 NOT_EXTRA = {"id", "kind", "extra"}  # columns that are not passed on in `Problem.extra`
 MAX_DEPTH = 32  # levels of lists and dicts in `extra`
 # Columns that only some layouts read; they are passed on all the same.
@@ -49,7 +50,8 @@ READ_BY_LAYOUTS = {
   *("answerKey", "solution", "reward_model", "ability", "extra_info", "task_id", "problem_id"),
   *("key", "prompt", "test", "entry_point", "truth"),
 }
-IMAGES = ("image", "images", "video", "videos", "audio")  # columns that no prompt can have
+# Columns that no prompt can have.
+IMAGES = ("image", "images", "pixel_values", "video", "videos", "audio")
 # Marks of byte order and direction, characters without a width, control codes and private use;
 # without the joiners of scripts and emojis.
 _INVISIBLE = re.compile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import json
@@ -13,8 +14,11 @@ from typing import Any, Protocol
 # file could otherwise become any control token.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 NO_ROLE = f"which is none of {', '.join(ROLES)}"
-# Parts of an assistant's message that the prompt of a problem cannot have.
-UNREAD_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+# Parts of a message that the prompt of a problem cannot have.
+UNREAD_PARTS = (
+  *("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"),
+  *("image", "images", "video", "videos", "audio"),
+)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -75,10 +79,12 @@ def to_messages(prompt: Any) -> tuple[dict[str, str], ...]:
   if isinstance(prompt, str):
     messages = user(prompt)
     parsed = None
-    if prompt.lstrip()[:1] == "[" and '"role"' in prompt:
-      with contextlib.suppress(ValueError, RecursionError):
-        parsed = json.loads(prompt)
-    if _is_conversation(parsed):
+    if prompt.lstrip()[:1] in ("[", "{") and "role" in prompt:
+      for parse in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+          parsed = parse(prompt)
+          break
+    if _is_conversation(parsed) or _is_conversation([parsed]):
       raise ValueError("has a conversation that is JSON text; write it as a list of messages")
   elif _is_conversation(prompt):
     messages = tuple({"role": m["role"], "content": m["content"]} for m in prompt)
@@ -88,6 +94,11 @@ def to_messages(prompt: Any) -> tuple[dict[str, str], ...]:
           f"has a message with {lost}, which would be lost: write it into the content as the "
           "model writes it, such as <think>...</think>, or leave it out"
         )
+    if messages[-1]["role"] == "assistant":
+      raise ValueError(
+        "has a prompt that ends with a turn of the assistant, which the model is to write; leave "
+        f"it out: {shown(messages[-1]['content'])}"
+      )
   else:
     raise ValueError(f"has a prompt that is neither text nor messages: {shown(prompt)}")
   for message in messages:

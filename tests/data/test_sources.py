@@ -316,6 +316,23 @@ def test_folders_and_compressed_files(tmp_path):
       {"prompt": '[{"role": "user", "content": "q"}]', "answer": "1"},
       "has a conversation that is JSON text",
     ),
+    ({"prompt": "{'role': 'user', 'content': 'q'}", "answer": "1"}, "that is JSON text"),
+    (
+      {"prompt": [{"role": "user", "content": "q", "images": ["a.png"]}], "answer": "1"},
+      "has a message with images, which would be lost",
+    ),
+    (
+      {
+        "prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "1"}],
+        "answer": "1",
+      },
+      "has a prompt that ends with a turn of the assistant, which the model is to write; leave it",
+    ),
+    ({"prompt": "q", "answer": "A", "choices": ["x", " "]}, "has a choice without text"),
+    (
+      {"prompt": "q", "answer": "5", "solution": r"\boxed{6}"},
+      "has the answer '5', but solution =",
+    ),
     (
       {"prompt": "q", "answer": "1", "images": ["a.png"]},
       "has a column 'images', which its prompt",

@@ -124,7 +124,7 @@ def test_without_other_problems_a_tenth_of_a_file_is_held_out(tmp_path):
 def test_a_conversation_that_the_template_rejects_is_a_malformed_row(tmp_path, monkeypatch):
   rows = [
     {"prompt": "1+1:", "answer": 2},
-    {"prompt": [{"role": "assistant", "content": "1+1:"}], "answer": 2},
+    {"prompt": [{"role": "tool", "content": "1+1:"}], "answer": 2},
   ]
   name = str(tmp_path / "d.jsonl")
   (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
