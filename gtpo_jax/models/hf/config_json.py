@@ -187,7 +187,16 @@ def _family(values: dict[str, Any], path: str) -> Family:
       f"{path!r} has model_type {shown(model_type)}; {''.join(kinds[:1])}"
       f"supported are {', '.join(FAMILIES)}"
     )
-  return FAMILIES[model_type]
+  family = FAMILIES[model_type]
+  stated = values.get("architectures")
+  stated = stated if isinstance(stated, list) else []
+  other = next((x.architecture for x in FAMILIES.values() if x.architecture in stated), "")
+  if other and family.architecture not in stated:
+    raise UserError(
+      f"{path!r} has model_type = {model_type!r} and architectures = {shown(stated)}, which is "
+      "another family; keep the right one"
+    )
+  return family
 
 
 def _kinds(

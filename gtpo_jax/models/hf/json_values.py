@@ -120,6 +120,14 @@ SUPPORTED = {
   "attn_logit_softcapping": None,
   "final_logit_softcapping": None,
   "use_bidirectional_attention": False,
+  "is_causal": True,
+  "causal": True,
+  "prefix_lm": False,
+  "alibi": False,
+  "use_alibi": False,
+  "parallel_residual": False,
+  "use_parallel_residual": False,
+  "use_rms_norm": True,
 }
 # Settings that `read_config` reads, besides the sizes and the keys that a `Family` names.
 READ = {
@@ -154,13 +162,19 @@ _WITHOUT_EFFECT = """
 """
 WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 # Names of settings in the config.json of other families. Nothing reads them, so they must agree.
-ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "act_fn", "hidden_fn")
+ACTIVATIONS = (
+  *("hidden_act", "hidden_activation", "activation_function", "activation", "act_fn", "hidden_fn"),
+)
 OTHER_NAMES = {
   "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
-  "hidden_size": ("n_embd", "d_model"),
+  "hidden_size": ("n_embd", "d_model", "dim"),
   "num_attention_heads": ("n_head", "n_heads", "num_heads"),
   "num_key_value_heads": ("n_kv_heads", "num_kv_heads", "n_head_kv"),
-  "intermediate_size": ("n_inner", "ffn_dim"),
+  "intermediate_size": ("n_inner", "ffn_dim", "intermediate_dim", "d_ff", "ffn_hidden_size"),
+  "head_dim": ("d_head", "attention_head_dim", "kv_channels"),
+  "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_eps"),
+  "rope_theta": ("rotary_emb_base", "rope_base"),
+  "partial_rotary_factor": ("rotary_pct",),
   "num_experts": ("num_local_experts", "n_routed_experts"),
   "tie_word_embeddings": ("tie_embeddings", "tie_weights"),
   "num_experts_per_tok": ("num_experts_per_token", "moe_top_k", "moe_topk"),
@@ -191,5 +205,7 @@ def unused_keys(values: dict[str, Any], family: Family) -> list[str]:
     family: of the model.
   """
   sizes = {key for key in LARGEST_SIZES if not key.startswith(OF_SOME_FAMILIES)}
+  if not family.has_windows and "use_sliding_window" not in values:
+    sizes.remove("sliding_window")
   known = READ | SUPPORTED.keys() | sizes | WITHOUT_EFFECT | family.known_keys
   return sorted(key for key, value in values.items() if value is not None and key not in known)

@@ -62,6 +62,12 @@ CONFIGS = [
   ),
   ("llama", {"n_layer": 3}, ("num_hidden_layers = 2", "n_layer = 3")),
   ("llama", {"num_kv_heads": 4}, ("num_key_value_heads = 2", "num_kv_heads = 4")),
+  ("llama", {"kv_channels": 99}, ("head_dim = 8", "kv_channels = 99")),
+  ("llama", {"layer_norm_eps": 0.5}, ("rms_norm_eps = 1e-06", "layer_norm_eps = 0.5")),
+  ("llama", {"d_ff": 9}, ("intermediate_size = ", "d_ff = 9")),
+  ("llama", {"model_type": "mistral"}, ("'mistral'", "['LlamaForCausalLM']")),
+  ("llama", {"architectures": ["Qwen2ForCausalLM"]}, ("'llama'", "['Qwen2ForCausalLM']")),
+  ("llama", {"is_causal": False}, ("is_causal = False", "only True is supported")),
 ]
 # What says the same twice, or is the default that Transformers writes beside every list.
 AGREEING = [

@@ -12,6 +12,8 @@ from gtpo_jax.models.hf.folder import is_hf_folder
 
 
 def config(**changes):
+  if "model_type" in changes:
+    changes = {"architectures": None} | changes
   return lambda folder: edit_json(folder / "config.json", **changes)
 
 
