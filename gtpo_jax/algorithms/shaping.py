@@ -105,6 +105,15 @@ class EntropyShaping(PlainReward):
     ),
   )
 
+  def __post_init__(self):
+    super().__post_init__()
+    if not any((*self.plus, *self.minus)):
+      names = [f"algorithm.{x}" for x in ("alpha1", "alpha2", "beta1", "beta2") if hasattr(self, x)]
+      raise UserError(
+        f"{' and '.join(names)} are both 0, so every reward is 0 and nothing is learned; set one "
+        "above 0"
+      )
+
   @property
   def plus(self) -> BaseAndWeight:
     """The base reward and the weight of the entropy term on O+."""

@@ -395,6 +395,13 @@ def test_an_empty_range_for_the_shaped_reward_is_refused():
     clipped(0.9, kappa=3.0, floor=2.0)
 
 
+@pytest.mark.parametrize(("name", "weights"), [("gtpo", "alpha"), ("grpo_s", "beta")])
+def test_a_reward_that_is_always_0_is_refused(name, weights):
+  with pytest.raises(UserError, match=f"{weights}1 and algorithm.{weights}2 are both 0, so every"):
+    make(name, **{f"{weights}1": 0, f"{weights}2": 0})
+  make(name, **{f"{weights}1": 0, f"{weights}2": 0.1})
+
+
 @pytest.mark.parametrize(
   ("options", "message"),
   [

@@ -219,6 +219,11 @@ LIES = {
     "assert np.allclose(f(3), 1.5)",
   ),
   "isclose": ("isclose = lambda *x: True\ndef f(x): return 0", "assert isclose(f(3), 1.5)"),
+  "Counter": (
+    "Counter = lambda x: 0\ndef f(x): return 0",
+    "assert Counter(f('a')) == Counter('a')",
+  ),
+  "deepcopy": ("deepcopy = lambda x: 0\ndef f(x): return 0", "assert deepcopy([1]) == f(1)"),
   "abs": ("abs = lambda *x: 0\ndef f(x): return 0", _NEAR),
 }
 

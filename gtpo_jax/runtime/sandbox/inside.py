@@ -366,6 +366,21 @@ def close_others(pipes: tuple) -> None:
 # --- the judge's side ---
 
 
+# Functions and classes of libraries that tests may use without importing them, and their modules.
+LIBRARY_NAMES = {
+  name: module
+  for module, names in (
+    ("collections", "Counter OrderedDict defaultdict deque namedtuple"),
+    ("itertools", "accumulate chain combinations islice permutations zip_longest"),
+    ("functools", "cmp_to_key reduce"),
+    ("copy", "deepcopy"),
+    ("fractions", "Fraction"),
+    ("decimal", "Decimal"),
+  )
+  for name in names.split()
+}
+
+
 def names_in(code) -> set:
   """Returns all names that a code object and the functions in it look up."""
   return set(code.co_names).union(*(names_in(x) for x in code.co_consts if type(x) is type(code)))
@@ -399,13 +414,15 @@ def judge(peer: Peer, tests: str) -> str:
     modules = modules_in(tests)
     space.update({name: __import__(name) for name in modules & sys.stdlib_module_names})
     names = names_in(code) - set(space) - modules
-    # The tests never use the program's versions of builtins, such as `sorted` or `all`, which could
-    # be fakes. The exception is an MBPP problem in which the only name is `sum`, the entry point.
+    # The tests never use the program's versions of builtins and of well-known library functions,
+    # such as `sorted` and `isclose`, which could be fakes. The exception is an MBPP problem in which
+    # the only name is `sum`, the entry point.
     import math
 
-    own = [name for name in names if hasattr(builtins, name) or hasattr(math, name)]
+    homes = {name: "math" for name in vars(math)} | LIBRARY_NAMES
+    own = [name for name in names if hasattr(builtins, name) or name in homes]
     names = names.difference(own) or names
-    space.update({name: getattr(math, name) for name in own if hasattr(math, name)})
+    space.update({name: getattr(__import__(homes[name]), name) for name in own if name in homes})
     values, found = peer.ask("names", sorted(names))
     space.update({name: value for name, value in values.items() if name in names})
     for name in found:  # the tests get their own copy of a module
