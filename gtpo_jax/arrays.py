@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import flax.struct
 import jax
@@ -252,6 +253,10 @@ class Rewards:
   value_gains: jax.Array | None = None
 
 
+# An array, or None where nothing needs it: `Signals.need` checks what is read.
+Needed: TypeAlias = jax.Array | Any
+
+
 @flax.struct.dataclass
 class Signals:
   """The inputs of a batch's credit and loss, all of them constant in the gradient.
@@ -263,47 +268,47 @@ class Signals:
 
   # bool[n, g, t]; sampled tokens. For the loss, only those in `Algorithm.loss_mask`.
   mask: jax.Array
-  entropy: jax.Array | None = None  # f32[n, g, t], nats; of the sampling policy's full distribution
-  correct: jax.Array | None = None  # bool[n, g]; True for completions in O+, False for those in O-
+  entropy: Needed = None  # f32[n, g, t], nats; of the sampling policy's full distribution
+  correct: Needed = None  # bool[n, g]; True for completions in O+, False for those in O-
   # f32[n, g]; the verifier's reward. Recipes with entropy shaping ignore it.
-  reward: jax.Array | None = None
+  reward: Needed = None
   # f32[n, g]; added to the (shaped) reward of correct and of incorrect completions: the length
   # penalty and, with entropy shaping, the parts of the reward other than "correct". None for 0.
-  penalty: jax.Array | None = None
+  penalty: Needed = None
   # bool[n, g]; completions sampled from a guide, whose ratio is capped instead of clipped.
-  guided: jax.Array | None = None
+  guided: Needed = None
   # f32[n, g, t], nats; the sampling policy's log-prob minus the teacher's; needed with a teacher.
-  divergence: jax.Array | None = None
-  turn_reward: jax.Array | None = None  # f32[n, g, t], as in `Rewards`; needed with `turn_credit`
-  turn_state: jax.Array | None = None  # i32[n, g, t], as in `Rewards`; needed with `turn_credit`
+  divergence: Needed = None
+  turn_reward: Needed = None  # f32[n, g, t], as in `Rewards`; needed with `turn_credit`
+  turn_state: Needed = None  # i32[n, g, t], as in `Rewards`; needed with `turn_credit`
   # f32[n, g, k] and f32[n, k], as in `Rewards`; needed if each part is normalised
-  parts: jax.Array | None = None
-  part_weights: jax.Array | None = None
-  score_norms: jax.Array | None = None  # f32[n, g, t], as in `Rollouts`; needed by "otb"
-  value_gains: jax.Array | None = None  # f32[n, g, t], as in `Rewards`; needed with `continuations`
+  parts: Needed = None
+  part_weights: Needed = None
+  score_norms: Needed = None  # f32[n, g, t], as in `Rollouts`; needed by "otb"
+  value_gains: Needed = None  # f32[n, g, t], as in `Rewards`; needed with `continuations`
   # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
   gaps: bool | None = flax.struct.field(pytree_node=False, default=None)
 
-  log_probs_old: jax.Array | None = None  # f32[n, g, t], nats; the denominator of the ratio
-  advantages: jax.Array | None = None  # f32[n, g, t], from `Algorithm.advantages`
+  log_probs_old: Needed = None  # f32[n, g, t], nats; the denominator of the ratio
+  advantages: Needed = None  # f32[n, g, t], from `Algorithm.advantages`
   # f32[n, g, t], from `Algorithm.token_weights` of a complete minibatch. None for
   # `token_weights(mask)`; with `forking_share`, tokens with advantage 0 are first removed from it.
-  weights: jax.Array | None = None
+  weights: Needed = None
   # bool[n, g, t], from `Algorithm.select`; needed if the objective selects.
-  selected: jax.Array | None = None
+  selected: Needed = None
   # f32[n, g, t], the weights of the entropies: `weights` times the coefficient of the entropy
   # bonus. None for `weights` times `entropy_coef`.
-  entropy_weights: jax.Array | None = None
+  entropy_weights: Needed = None
   # f32[n, g, t], importance weights of the complete batch. None with `tis_cap`: computed from
   # `log_probs_old` and `log_probs_sampler`.
-  importance: jax.Array | None = None
+  importance: Needed = None
   # f32[n, g, t], nats; of the tokens when they were drawn, computed by the sampler; needed with
   # `tis_cap` if `importance` is None.
-  log_probs_sampler: jax.Array | None = None
+  log_probs_sampler: Needed = None
   # f32[n, g, t], nats; of the frozen reference; needed with `kl_weight`.
-  log_probs_reference: jax.Array | None = None
+  log_probs_reference: Needed = None
   # f32[n, g, t]; the weights of the divergences, if a teacher's distributions are matched.
-  teacher_weights: jax.Array | None = None
+  teacher_weights: Needed = None
 
   @classmethod
   def of(cls, rollouts: Rollouts, rewards: Rewards) -> Signals:

@@ -20,7 +20,7 @@ from gtpo_jax.algorithms.recipes import RECIPES, Recipe, Settings
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units, completion_entropy
 from gtpo_jax.algorithms.selection import all_wrong, top_share
 from gtpo_jax.algorithms.shaping import GtpoShaping, TokenShaping
-from gtpo_jax.arrays import Signals, mean_or_nan
+from gtpo_jax.arrays import Needed, Signals, mean_or_nan
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 
@@ -107,7 +107,7 @@ class Algorithm:
     It is 0 on tokens outside `loss_mask` and on a guide's. Needs what `advantages` needs.
     """
     distillation = self.recipe.distillation
-    mask = signals.replace(mask=self.loss_mask(signals)).own
+    mask = dataclasses.replace(signals, mask=self.loss_mask(signals)).own
     shares = None
     if distillation.credit == "entropy":
       shaping = self.recipe.shaping
@@ -150,7 +150,7 @@ class Algorithm:
     return top_share(signals.entropy, mask, share) if share else mask
 
   def token_weights(
-    self, mask: jax.Array, correct: jax.Array | None = None, guided: jax.Array | None = None
+    self, mask: jax.Array, correct: Needed = None, guided: Needed = None
   ) -> jax.Array:
     """Returns the weight of each token's objective in the loss, f32[n, g, t].
 
@@ -198,7 +198,7 @@ class Algorithm:
 
   @takes_fields
   def loss(
-    self, signals: Signals, *, log_probs: jax.Array, entropy: jax.Array | None = None
+    self, signals: Signals, *, log_probs: jax.Array, entropy: Needed = None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss f32[], and its metrics, f32[] each.
 
@@ -221,11 +221,11 @@ class Algorithm:
     if weights is None:
       mask = mask & (x.advantages != 0) if recipe.selection.forking_share else mask
       weights = self.token_weights(mask)
-    x = x.replace(mask=mask)
+    x = dataclasses.replace(x, mask=mask)
 
     objective, metrics = token_objectives(recipe.objective, recipe.guide, log_probs, x)
     if recipe.corrections.tis_cap:
-      importance = x.importance
+      importance: Needed = x.importance
       if importance is None:
         importance = recipe.corrections.weights(x.log_probs_old, x.log_probs_sampler, mask)
       objective *= importance
@@ -237,7 +237,7 @@ class Algorithm:
       loss += kl_weight * jnp.where(x.own, weights * divergence, 0.0).sum()
       metrics["kl/reference"] = mean_or_nan(divergence, x.own)
     if recipe.entropy_bonus:
-      entropy_weights = x.entropy_weights
+      entropy_weights: Needed = x.entropy_weights
       if entropy_weights is None:
         entropy_weights = weights * recipe.entropy_bonus.entropy_coef
       loss -= jnp.where(x.own, entropy_weights * entropy, 0.0).sum()

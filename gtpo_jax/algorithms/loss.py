@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -225,12 +225,13 @@ def objective_inputs(objective: Objective, log_probs: jax.Array, x: Signals) -> 
   """
   mask = x.mask
   ratio = RATIOS[objective.ratio].function(log_probs, x.log_probs_old, mask)
-  zeroed = (jnp.where(mask, y, 0.0) for y in (log_probs, x.log_probs_old, x.advantages))
-  return ObjectiveInputs(ratio, *zeroed, mask, x.selected, x.entropy)
+  masked = lambda y: jnp.where(mask, y, 0.0)
+  old, advantages = masked(x.log_probs_old), masked(x.advantages)
+  return ObjectiveInputs(ratio, masked(log_probs), old, advantages, mask, x.selected, x.entropy)
 
 
 def token_objectives(
-  objective: Objective, guide: NoGuide, log_probs: jax.Array, x: Signals
+  objective: Objective, guide: Any, log_probs: jax.Array, x: Signals
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Returns each token's objective f32[n, g, t], and metrics of the ratios and the objective.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from gtpo_jax.algorithms.ratios import LOG_RATIO_BOUND, RATIOS, bounded_exp
 from gtpo_jax.algorithms.relative_entropy import discounted_future
 from gtpo_jax.algorithms.selection import covariance_band, highest_covariance, top_share
-from gtpo_jax.arrays import masked_mean
+from gtpo_jax.arrays import Needed, masked_mean
 from gtpo_jax.runtime.fields import (
   ABOVE_0,
   AT_LEAST_0,
@@ -43,8 +43,8 @@ class ObjectiveInputs(NamedTuple):
   log_probs_old: jax.Array  # f32[n, g, t], nats, of the policy that sampled the tokens
   advantages: jax.Array  # f32[n, g, t]
   mask: jax.Array  # bool[n, g, t], tokens in the loss
-  selected: jax.Array | None = None  # bool[n, g, t], from the objective's `select`
-  entropy: jax.Array | None = None  # f32[n, g, t], nats, of the sampling policy, for `select`
+  selected: Needed = None  # bool[n, g, t], from the objective's `select`
+  entropy: Needed = None  # f32[n, g, t], nats, of the sampling policy, for `select`
 
   @property
   def log_ratio(self) -> jax.Array:
@@ -85,7 +85,7 @@ class Objective(Checked):
     """Returns the objective of each token, and the tokens that the metrics count."""
     raise NotImplementedError
 
-  def select(self, x: ObjectiveInputs, key: jax.Array | None) -> jax.Array:
+  def select(self, x: ObjectiveInputs, key: Needed) -> jax.Array:
     """Returns which tokens of a gradient update are treated differently, bool[n, g, t]."""
     raise NotImplementedError
 
@@ -210,7 +210,7 @@ class ClipCov(Clip):
     objective, metrics = super().__call__(x)
     return jnp.where(x.selected, 0.0, objective), metrics | {"clip/selected": x.selected}
 
-  def select(self, x: ObjectiveInputs, key: jax.Array | None) -> jax.Array:
+  def select(self, x: ObjectiveInputs, key: Needed) -> jax.Array:
     _, clipped = super().__call__(x)
     free = x.mask & ~clipped["clip/low"] & ~clipped["clip/high"]
     band = (self.cov_low, self.cov_high)
@@ -238,7 +238,7 @@ class KlCov(RatioObjective):
     objective = x.ratio * x.advantages - jnp.where(x.selected, penalty, 0.0)
     return objective, {"clip/selected": x.selected}
 
-  def select(self, x: ObjectiveInputs, key: jax.Array | None) -> jax.Array:
+  def select(self, x: ObjectiveInputs, key: Needed) -> jax.Array:
     return highest_covariance(x.advantages, x.log_probs, x.mask, self.selected_share, key)
 
 
@@ -266,7 +266,7 @@ class Stare(Clip):
     weight = jnp.where(x.selected, self.surprise_weight, 1.0)
     return weight * objective, metrics | {"clip/selected": x.selected}
 
-  def select(self, x: ObjectiveInputs, key: jax.Array | None) -> jax.Array:
+  def select(self, x: ObjectiveInputs, key: Needed) -> jax.Array:
     rewarded = x.mask & (x.advantages > 0)
     chosen = top_share(-x.log_probs, rewarded, self.selected_share)
     return chosen & (masked_mean(x.entropy, x.mask) < self.entropy_gate)

@@ -122,8 +122,8 @@ class Recipe:
   entropy_bonus: EntropyBonus = EntropyBonus()
   corrections: Corrections = Corrections()
   length_penalty: LengthPenalty = LengthPenalty()
-  guide: NoGuide = NoGuide()
-  distillation: Distillation | None = None
+  guide: Any = NoGuide()  # or a Guide
+  distillation: Distillation | Any = None
 
   @property
   def parts(self) -> dict[str, Checked]:

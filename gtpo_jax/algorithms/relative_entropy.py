@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.arrays import masked_mean, masked_sum
+from gtpo_jax.arrays import Needed, masked_mean, masked_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StateSets:
       of one prompt are equal states. None until the batch is known.
   """
 
-  states: jax.Array | None = None
+  states: Needed = None
 
   def sum(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns the sum of `x` over the set of each token; see `TurnSets.sum`."""
@@ -111,7 +111,7 @@ class Units(NamedTuple):
   tokens: jax.Array  # f32[n, g, u], number of tokens of the unit; 0 where mask is False
   # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
   gaps: bool | None = None
-  states: jax.Array | None = None  # i32[n, g, u], of turns; needed by `StateSets`
+  states: Needed = None  # i32[n, g, u], of turns; needed by `StateSets`
   # The next are None unless the recipe needs them.
   parts: Any = None  # f32[n, g, k], of the reward
   part_weights: Any = None  # f32[n, k]

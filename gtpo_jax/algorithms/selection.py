@@ -8,7 +8,7 @@ mesh.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 from gtpo_jax.arrays import masked_mean
 from gtpo_jax.runtime.fields import FLAG, SHARE, Checked, setting
 
-Array = TypeVar("Array", jax.Array, np.ndarray)
+Array: TypeAlias = jax.Array | np.ndarray | Any  # all arrays of a call are of one library
 
 # Subtracted before a count is rounded up, so that 60 % of 25 tokens is 15 despite float32 rounding.
 COUNT_TOLERANCE = 1e-4

@@ -45,7 +45,7 @@ class Environment(Protocol):
       None for nothing.
     """
 
-  def step(self, turn: Turn) -> Step:
+  def step(self, turn: Turn) -> Step:  # pyright: ignore[reportReturnType]
     """Answers a turn."""
 
 
@@ -86,7 +86,7 @@ class Maker:
   """
 
   name: str
-  make: Callable[[], Any] | None = None
+  make: Callable[..., Any] | None = None
   methods: Sequence[str] = ()
   unbound: Sequence[Callable[..., Any]] = ()
 
@@ -191,7 +191,7 @@ class Player:
   def step(self, turn: Turn) -> Step | Awaitable[Step]:
     """Answers a turn; the caller checks what the environment returns."""
     if turn.calls and len(self._tools):
-      results = [self._tools.run(call) for call in turn.calls[: self._parallel_calls]]
+      results: list[Any] = [self._tools.run(call) for call in turn.calls[: self._parallel_calls]]
       if any(map(inspect.isawaitable, results)):
         return self._when_complete(turn, results)
       return self._results(turn, results)
@@ -201,7 +201,7 @@ class Player:
 
   def _truth(self, turn: Turn) -> float | None:
     """Returns the true advantage of a turn that the environment's `step` does not see."""
-    truth = self.method("turn_truth")
+    truth: Any = self.method("turn_truth")
     return truth(turn) if truth else None
 
   def method(self, name: str) -> Callable[[], Any] | None:
@@ -305,7 +305,7 @@ def add_to_prompt(prompt: Sequence[Message], added: Sequence[Message] | str) -> 
   A text becomes part of the last message if that is the user's, since templates may refuse two
   user messages in a row.
   """
-  messages = [dict(message) for message in prompt]
+  messages: list[Any] = [dict(message) for message in prompt]
   if not isinstance(added, str):
     return [*messages, *added]
   if added and messages and messages[-1]["role"] == "user":

@@ -56,7 +56,7 @@ class EnvironmentEpisode(Playing):
     self._rules = rules
     self._row = row
     self._seed = seed
-    self._player: Player | None = None
+    self._player: Player | Any = None
     self._turns: list[Turn] = []
     self._rewards: list[float] = []
     self._truths: list[float | None] = []
@@ -132,7 +132,8 @@ class EnvironmentEpisode(Playing):
     else:
       step = await self._call("step", lambda: self._player.step(turn), rules.checked)
     self._add(step)
-    self._states.append(step.state or "\n".join(x["content"] for x in step.messages))
+    messages: Any = step.messages
+    self._states.append(step.state or "\n".join(x["content"] for x in messages))
     if step.done:
       answered = self._player.ends_with_answer and not turn.calls
       raise End(Stop.ANSWERED if answered else Stop.ENV_DONE)
@@ -140,9 +141,9 @@ class EnvironmentEpisode(Playing):
       raise End(Stop.MAX_TURNS)
     ended = bool(drawn.tokens) and drawn.tokens[-1] in rules.chat.stop
     try:
-      if not step.messages:
+      if not messages:
         raise UserError("it returned no message, and is not done")
-      tokens = rules.tokens.observation(step.messages, ended)
+      tokens = rules.tokens.observation(messages, ended)
     except UserError as error:
       raise self.failure(f"{self.name}.step: {error}") from None
     if len(tokens) >= drawn.tokens_left:
@@ -330,7 +331,8 @@ class Environments(Rules):
     step = checked_step(value, what)
     most = self.limits.max_observation_tokens
     shorten = lambda text: self.tokens.shorten(text, most, self.limits.truncate)
-    messages = [{**message, "content": shorten(message["content"])} for message in step.messages]
+    given: Any = step.messages
+    messages = [{**message, "content": shorten(message["content"])} for message in given]
     return dataclasses.replace(step, messages=messages)
 
 

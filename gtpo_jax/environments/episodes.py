@@ -41,14 +41,14 @@ class Playing:
 
   name = ""  # of the environment, for messages
 
-  def __init__(self, key: tuple[Group, int], writer: Writer | None, result: Episode | None = None):
+  def __init__(self, key: tuple[Group, int], writer: Writer | Any, result: Episode | None = None):
     self.key = key
     self.writer = writer
     self.result = result
     self.outcome: Outcome | None = None
     self.awaits: Ask | Call | None = None
     self.closes = result is not None
-    self.coroutine: Coroutine[Any, Any, Episode | None] | None = None
+    self.coroutine: Coroutine[Any, Any, Episode | None] | Any = None
 
   async def play(self) -> Episode:
     """Plays the episode to its end.
@@ -256,9 +256,11 @@ class Episodes:
 
   def _take_news(self) -> None:
     """Resumes the episodes whose calls have ended, in their order, and others with news."""
-    for outcome in sorted(self.rules.workers.poll(), key=lambda outcome: outcome.key.key):
-      outcome.key.outcome = outcome
-      self.rules.news.append(outcome.key)
+    outcomes: list[Any] = self.rules.workers.poll()
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.key.key):
+      playing = outcome.key
+      playing.outcome = outcome
+      self.rules.news.append(playing)
     while self.rules.news:
       playing = self.rules.news.popleft()
       if playing in self._running and not isinstance(playing.awaits, Ask):

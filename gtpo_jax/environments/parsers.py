@@ -235,7 +235,8 @@ def _turn(text: str, thinking: str, calls: list[ToolCall], error: str) -> Turn:
 
 
 def _after_space(text: str, start: int) -> int:
-  return _SPACE.match(text, start).end()
+  space = _SPACE.match(text, start)
+  return space.end() if space else start
 
 
 def _no_constant(name: str) -> Any:

@@ -47,12 +47,14 @@ class TurnTokens:
         cannot be appended.
     """
     self._chat = chat
-    self._ends = {chat.tokenizer.convert_ids_to_tokens(token): token for token in chat.stop}
+    self._ends: dict[str, int] = {
+      str(chat.tokenizer.convert_ids_to_tokens(token)): token for token in chat.stop
+    }
     by_length = sorted((x for x in chat.control if len(x) > 1), key=len, reverse=True)
     self._control = _any_of(by_length)
     self._unwritten = _any_of([token for token in by_length if token not in WRITTEN])
     # By the role of the first message: a conversation, and the end of its text.
-    self._before: dict[str, tuple[list[dict[str, object]], str]] = {}
+    self._before: dict[str, tuple[list[Any], str]] = {}
     self._controls: dict[tuple[tuple[str, bool], ...], list[int]] = {}
     for role in roles:
       after = self._after_turn([_complete({"role": role, "content": CONTENT})])[1]
@@ -201,7 +203,7 @@ class TurnTokens:
       )
     return self._ends[end], text.removeprefix(closing)
 
-  def _conversation_before(self, message: Message) -> tuple[list[dict[str, object]], str]:
+  def _conversation_before(self, message: Message) -> tuple[list[Any], str]:
     """Returns a conversation with one turn, of a kind that this message may follow.
 
     It comes with what the template writes after the text of the turn.

@@ -126,7 +126,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         f"tool {name!r} has the parameter {str(parameter).split(':')[0]!r}, but models pass all "
         "arguments by name; give it named parameters"
       )
-  from transformers.utils import get_json_schema
+  from transformers.utils.chat_template_utils import get_json_schema
 
   try:
     return get_json_schema(function)

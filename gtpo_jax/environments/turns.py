@@ -190,14 +190,15 @@ def as_number(value: Any, what: str) -> float:
   Raises:
     TypeError: it is no number; a text is none.
   """
+  problem = f"{what} {_shown(value)}, not a number"
+  if isinstance(value, str | bytes | bytearray):
+    raise TypeError(problem)
   try:
-    if isinstance(value, str | bytes | bytearray):
-      raise TypeError("a text")
     return float(value)
   except OverflowError:  # a whole number
     return math.inf if value > 0 else -math.inf
   except (TypeError, ValueError):
-    raise TypeError(f"{what} {_shown(value)}, not a number") from None
+    raise TypeError(problem) from None
 
 
 def checked_number(value: Any, what: str) -> float:

@@ -181,6 +181,7 @@ def _changed(
       yield f"{prefix}{field.name}", value, default
 
 
+@dataclasses.dataclass(frozen=True)
 class Checked:
   """A base of dataclasses whose values are checked against their bounds when they are made."""
 

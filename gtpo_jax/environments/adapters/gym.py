@@ -97,14 +97,14 @@ class _Gym:
     return Step(
       messages=() if done else self._new(observation),
       reward=reward,
-      done=done,
+      done=bool(done),
       correct=solved if done and self._solved_at is not None else None,
       info=_numbers(info),
     )
 
   def close(self) -> Any:
     """Closes the environment if that is possible."""
-    inner = getattr(self, "_inner", None)
+    inner: Any = getattr(self, "_inner", None)
     give_back(inner)
     if hasattr(inner, "close") and not hasattr(inner, "get_observation"):
       return inner.close()

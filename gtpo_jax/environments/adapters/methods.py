@@ -39,7 +39,7 @@ def from_methods(cls: type, solved_at: float | None = 1.0) -> Maker:
       f"{getattr(cls, '__name__', cls)} has no public methods, which would be the tools; for a "
       "class with reset and step, pass the class itself"
     )
-  make = functools.partial(_Methods, cls, names, solved_at)
+  make: Any = functools.partial(_Methods, cls, names, solved_at)
   if hasattr(cls, "policy_truth"):
     make.policy_truth = cls.policy_truth
   return Maker(cls.__name__, make, names, [getattr(cls, name) for name in names])

@@ -92,12 +92,12 @@ class _Session:
     )
     self._total += reward
     done = bool(result.done)
-    judges = done and self._solved_at is not None
+    needed = self._solved_at if done else None
     return Step(
       messages=() if done else self._show(result.observation),
       reward=reward,
       done=done,
-      correct=self._total >= self._solved_at if judges else None,
+      correct=None if needed is None else self._total >= needed,
     )
 
   async def close(self) -> None:

@@ -415,11 +415,11 @@ def judge(peer: Peer, tests: str) -> str:
     space.update({name: __import__(name) for name in modules & sys.stdlib_module_names})
     names = names_in(code) - set(space) - modules
     # The tests never use the program's versions of builtins and of well-known library functions,
-    # such as `sorted` and `isclose`, which could be fakes. The exception is an MBPP problem in which
-    # the only name is `sum`, the entry point.
+    # such as `sorted` and `isclose`, which could be fakes. The exception is an MBPP problem whose
+    # only name is `sum`, the entry point.
     import math
 
-    homes = {name: "math" for name in vars(math)} | LIBRARY_NAMES
+    homes = dict.fromkeys(vars(math), "math") | LIBRARY_NAMES
     own = [name for name in names if hasattr(builtins, name) or name in homes]
     names = names.difference(own) or names
     space.update({name: getattr(__import__(homes[name]), name) for name in own if name in homes})
