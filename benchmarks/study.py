@@ -238,10 +238,12 @@ def slug(name: str) -> str:
 def paired_difference(values: Sequence[float], others: Sequence[float]) -> str:
   """Returns the mean of the paired differences in percentage points, with its 95 % interval.
 
-  The interval is that of a t-test. The text is empty if there is only one pair, or no difference.
+  The interval is that of a t-test. The text is empty if there is only one pair.
   """
-  if values == others or len(values) < 2:
+  if len(values) < 2:
     return ""
+  if values == others:
+    return "+0.0"
   import scipy.stats
 
   test = scipy.stats.ttest_rel(values, others)

@@ -28,6 +28,10 @@ numbers = 3
 
 def graded(prompts, completions, answers, extras):
   return [0.0] * len(completions)
+
+
+def of_trl(completions, answer, **kwargs):
+  return [0.0] * len(completions)
 """
 
 
@@ -143,6 +147,14 @@ MISTAKES = {
   "demonstrations that are not here": (imitate("demo.jsonl"), "no file or folder at 'demo.jsonl'"),
   "a reward with a dot": (own("reward.verifier=my_mistaken_rewards.graded"), "module:function"),
   "a reward that is not here": (own("reward.verifier=my_rewads:f"), "cannot be imported"),
+  "a reward with the parameters of TRL": (
+    own("reward.verifier=my_mistaken_rewards:of_trl"),
+    "takes (completions, answer, **kwargs), but is called as function(prompts, completions",
+  ),
+  "a part with a dot": (
+    own("reward.parts=correct,my_mistaken_rewards.graded"),
+    "is not named as module:function, such as my_mistaken_rewards:graded",
+  ),
   "a reward that is no function": (
     own("reward.verifier=my_mistaken_rewards:numbers"),
     "is of type int and cannot be called",

@@ -182,7 +182,7 @@ def _find_file(path: str) -> Path:
   file = Path(path)
   if len(os.fsencode(file.name)) > LONGEST_NAME:
     raise UserError(f"no file has a name as long as --config={path[:SHOWN_CHARS]}...; name another")
-  if file.is_dir():
+  if file.is_dir() and path not in packaged():
     raise UserError(f"--config={file} is a folder; name a file in it, such as configs/tiny.py")
   if file.is_file():
     try:
@@ -272,7 +272,10 @@ def _unknown(key: str, valid: Mapping[str, Any]) -> str:
   if foreign := foreign_name(key):
     return message + foreign
   sections = {name.rsplit(".", 1)[0] for name in valid if "." in name}
-  close = [name for name in valid if name.rpartition(".")[2] == key.rpartition(".")[2]]
+  section, _, own = key.rpartition(".")
+  level = [name for name in valid if name.rpartition(".")[0] == section]
+  close = difflib.get_close_matches(key, level, n=1, cutoff=0.8)
+  close = close or [name for name in valid if name.rpartition(".")[2] == own]
   close = close or difflib.get_close_matches(key, [*valid, *sections], n=1, cutoff=0.5)
   return message + (f", did you mean {close[0]!r}?" if close else "")
 

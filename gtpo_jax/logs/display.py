@@ -112,6 +112,9 @@ class Display:
         f"step {step}  correct {percent(accuracy)}  "
         f"entropy {entropy:.3f} {sparkline(self._entropies)}  "
         f"length {metrics['length/mean']:.1f}  {metrics['tokens/s']:,.0f} tokens/s"
+        + (
+          f"  no verdict {missing:.0f}" if (missing := metrics.get("reward/no_verdict", 0)) else ""
+        )
       ]
     self.advance(step, lines, line)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,14 +49,19 @@ def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
   ]
 
 
-def expected_of(config: Config, worker: RolloutWorker) -> Expected | None:
-  """Returns what the run is expected to take on its devices; None if they are not known."""
+def expected_of(config: Config, worker: RolloutWorker, held_out: int) -> Expected | None:
+  """Returns what the run is expected to take on its devices; None if they are not known.
+
+  `held_out` is the number of problems that are evaluated.
+  """
   device = worker.model.mesh.devices.flat[0]
   chip = Chip(0) if device.platform == "cpu" else chip_of(device)
   if chip is None:
     return None
   slots = worker.engine.programs.sizes.longest_at_once
   mesh = dict(worker.engine.model.mesh.shape)
+  evaluation = dataclasses.replace(config.eval, problems=held_out)
+  config = dataclasses.replace(config, eval=evaluation)
   return expected_seconds(config, worker.model.config, chip, mesh, slots)
 
 

@@ -139,8 +139,8 @@ def _length_explosion(first: Rows, last: Rows) -> str:
   current = _mean(last, "length/mean")
   if current > LENGTH_EXPLOSION * initial:
     return (
-      f"completions grew from {initial:.0f} to {current:.0f} tokens; check samples.jsonl for "
-      f"repetition and the metric length/cut_off, and try algorithm.overlong_buffer or "
+      f"completions grew from {initial:.0f} to {current:.0f} tokens; check the samples "
+      f"(samples.jsonl) for repetition and the metric length/cut_off, and try algorithm.overlong_buffer or "
       f"algorithm.length_penalty"
     )
   return ""
@@ -161,7 +161,8 @@ def _no_reward(first: Rows, last: Rows) -> str:
   if len(last) >= MIN_STEPS and not any(row.get("reward/accuracy") or 0 for row in last):
     return (
       f"no completion of the last {len(last)} steps is correct: there is nothing to learn from; "
-      f"check samples.jsonl, the problems' answers, reward/no_verdict and length/cut_off"
+      f"check the samples (samples.jsonl), the problems' answers, reward/no_verdict and "
+      f"length/cut_off"
     )
   return ""
 

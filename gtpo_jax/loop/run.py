@@ -110,7 +110,7 @@ class Run:
     worker, folder, say = self.worker, self._place.folder, self.display.say
     for line in describe_run(config, worker):
       say(line)
-    self._expected = expected_of(config, worker)
+    self._expected = expected_of(config, worker, len(self._parts.held_out))
     self._step_seconds: list[float] = []  # of steps that compiled nothing
     self._compiles = 0.0
     self._observer: Observer | None = None

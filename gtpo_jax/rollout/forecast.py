@@ -298,8 +298,10 @@ def lengths_from(text: str, longest: int, group: int) -> list[list[Path]]:
   number = r"(\d+(?:\.\d+)?)"
   if found := re.fullmatch(rf"lognormal:{number},{number}", text):
     median, sigma = map(float, found.groups())
+    if median < 1:
+      raise UserError(f"--lengths={text} has a median below 1 token; write it as lognormal:800,1")
     normal = np.random.default_rng(0).normal(size=(DRAWN_GROUPS, group))
-    lengths = max(median, 1.0) * np.exp(sigma * normal)
+    lengths = median * np.exp(sigma * normal)
   else:
     try:
       with open(text, encoding="utf-8") as file:

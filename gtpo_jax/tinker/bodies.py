@@ -248,12 +248,13 @@ def read_sample(values: dict[str, Any], base: ServedBase, queue: int) -> tuple[S
   size, count, last = len(prompt), body.num_samples, body.prompt_logprobs_last_n
   if not all(0 <= x < base.vocab for x in prompt):
     raise bad(f"prompt has a token that is no id from 0 to {base.vocab - 1}", "prompt")
-  if not 0 < size <= longest:
-    raise bad(
-      f"prompt has {size} tokens, but there must be 1 to {longest}; start the server with a higher "
-      "--max_prompt_tokens",
-      "prompt",
-    )
+  if not size:
+    raise bad("prompt is empty; it needs a token", "prompt")
+  context = f"the model's context is {base.longest} tokens"
+  if size > longest:
+    limit = engine.max_prompt_tokens
+    remedy = "start the server with a higher --max_prompt_tokens" if limit == longest else context
+    raise bad(f"prompt has {size} tokens, but at most {longest} are possible; {remedy}", "prompt")
   if count + 1 > queue:
     raise bad(
       f"num_samples is {count}, but this server samples and queues {queue - 1} at most; start it "
@@ -263,10 +264,10 @@ def read_sample(values: dict[str, Any], base: ServedBase, queue: int) -> tuple[S
   most = min(engine.max_tokens, base.longest - size)
   wanted = body.sampling_params.max_tokens
   if wanted is not None and wanted > most:
+    own = most == engine.max_tokens
+    remedy = "lower it, or start the server with a higher --max_tokens" if own else context
     raise bad(
-      f"max_tokens is {wanted}, but at most {most} can follow this prompt; start the server with a "
-      "higher --max_tokens, or lower it",
-      "max_tokens",
+      f"max_tokens is {wanted}, but at most {most} can follow this prompt; {remedy}", "max_tokens"
     )
   stop = [x for x in body.sampling_params.stop if isinstance(x, int)]
   if wrong := [x for x in stop if not 0 <= x < base.vocab]:

@@ -226,6 +226,22 @@ def numbered(values):
   return lambda prompts, completions, answers, extras: values[: len(completions)]
 
 
+def test_numbers_that_are_cut_at_a_half_are_named_once(capfd):
+  for parts, said in (("correct", 1), ("correct,verifier*0.5", 0)):
+    manager = function_manager(numbered([0.3, 0.7, 1.0]), **{"reward.parts": parts})
+    for _ in range(2):
+      found = score_with(manager)
+    np.testing.assert_array_equal(found.correct[0], [False, True, True])
+    assert capfd.readouterr().err.count("returns numbers such as 0.3, but reward.parts") == said
+  score_with(function_manager(numbered([0, 1, True])))
+  assert not capfd.readouterr().err
+
+
+def test_a_function_that_returns_nothing_is_told(capfd):
+  score_with(function_manager(lambda prompts, completions, answers, extras: None))
+  assert "returned None, not a list of 3 values; is a return missing?" in capfd.readouterr().err
+
+
 def raising(error):
   """A function that raises an error."""
 
@@ -358,7 +374,7 @@ def test_jax_settings_that_a_function_changes_are_restored(capfd):
     ("raise GeneratorExit('no')", "cannot be imported: GeneratorExit: no"),
     ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
     ("x = = 1", "cannot be imported: SyntaxError"),
-    ("import jax; jax.config.update('jax_enable_x64', True); f = len", ""),
+    ("import jax; jax.config.update('jax_enable_x64', True); f = lambda *x: x", ""),
   ],
 )
 def test_a_module_that_misbehaves_on_import(line, message, tmp_path, monkeypatch, capfd):

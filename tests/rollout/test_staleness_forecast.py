@@ -89,6 +89,8 @@ def test_lengths_are_read_or_drawn(tmp_path):
   for bad in ("lognormal:100", "lognormal:a,b", "absent"):
     with pytest.raises(UserError, match="neither a file of numbers of tokens nor lognormal"):
       lengths_from(bad, 20, G)
+  with pytest.raises(UserError, match="has a median below 1 token"):
+    lengths_from("lognormal:0,1", 20, G)
 
 
 def test_a_run_says_it_once(monkeypatch):

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from gtpo_jax.cli.planning.collectives import collectives, send_seconds
 from gtpo_jax.cli.planning.run_programs import CompiledProgram, RunPrograms, build_model
@@ -33,6 +34,7 @@ from gtpo_jax.training.head_logits import default_chunk
 Waiting = Callable[[str], AbstractContextManager[None]]
 
 TOLERANCE = 1.25  # of estimates, if nothing is estimated to fit
+SAID_CUT = 0.05  # the share of completions of full length above which the forecast says it
 MAX_TRIES = 4  # candidates that are compiled before the one that needs least memory
 
 
@@ -86,9 +88,11 @@ def plan(
   programs = RunPrograms(config, model)
   result |= measure(config, programs, chip, waiting)
   if paths:
-    result["staleness"] = advice(
-      planned(programs.config, programs.engine, paths, result), f"lengths of {lengths}"
-    )
+    most = config.sampling.max_tokens
+    full = np.mean([turns[0][0] == most for group in paths for turns in group])
+    cut = f", of which {full:.0%} reach sampling.max_tokens = {most}" if full > SAID_CUT else ""
+    simulation = planned(programs.config, programs.engine, paths, result)
+    result["staleness"] = advice(simulation, f"lengths of {lengths}{cut}")
   if not result["fits"]:
     trials = _search(config, devices, chip, waiting)
     fits = bool(trials) and trials[-1].fits

@@ -37,14 +37,36 @@ EPISODES = "episodes"  # the parameter of a reward function that gets the episod
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
-def import_function(name: str) -> RewardFunction:
-  """Returns the reward function that `module:function` names."""
+def import_function(name: str, what: str = "reward part") -> RewardFunction:
+  """Returns the reward function that `module:function` names; `what` sets it."""
   if not _is_qualified(name):
+    if "." in name or what != "reward part":
+      like = name.rpartition(".")
+      hint = f", such as {like[0]}:{like[2]}" if like[0] else ""
+      raise UserError(f"{what} {name!r} is not named as module:function{hint}")
     raise UserError(
       f"reward part {name!r} is none of {', '.join([*BUILTIN_PARTS, *PARTS])}, "
       "nor a function named as module:function"
     )
-  return checked_callable(import_name(name, "reward function"), f"reward function {name!r}")
+  return checked_function(import_name(name, "reward function"), name)
+
+
+def checked_function(function: Any, name: str) -> RewardFunction:
+  """Returns a reward function, if it can be called as one."""
+  checked_callable(function, f"reward function {name!r}")
+  try:
+    signature = inspect.signature(function)
+  except (TypeError, ValueError):  # a builtin has none
+    return function
+  known = {EPISODES: ()} if EPISODES in signature.parameters else {}
+  try:
+    signature.bind((), (), (), (), **known)
+  except TypeError as error:
+    raise UserError(
+      f"reward function {name!r} takes {signature}, but is called as function(prompts, "
+      f"completions, answers, extras): {error}"
+    ) from None
+  return function
 
 
 def import_name(name: str, what: str) -> Any:
@@ -205,6 +227,8 @@ def _values(
   returned = function(prompts, list(texts), [problem.answer] * n, extras, **further)
   if inspect.isawaitable(returned):
     returned = asyncio.run(_result_of(returned))
+  if returned is None:
+    raise TypeError(f"returned None, not a list of {n} values; is a return missing?")
   if isinstance(returned, str | bytes | bytearray | Mapping | Set):
     raise TypeError(f"returned {type(returned).__name__}, not a list of numbers")
   values = list(itertools.islice(returned, n + 1))

@@ -24,6 +24,7 @@ from gtpo_jax.rollout.scoring.functions import (
   BUILTIN_PARTS,
   FunctionCaller,
   RewardFunction,
+  checked_function,
   import_function,
 )
 from gtpo_jax.rollout.scoring.grader import Grader
@@ -69,7 +70,9 @@ class RewardManager:
     self._config = config
     self._verifier = verifier
     if verifier is None and section.verifier:
-      self._verifier = import_function(section.verifier)
+      self._verifier = import_function(section.verifier, "reward.verifier =")
+    elif verifier is not None:
+      checked_function(verifier, section.verifier or "reward")
     self._functions = {
       name: PARTS.get(name) or import_function(name)
       for name, _ in section.weighted
@@ -167,6 +170,14 @@ class RewardManager:
 
     if self._verifier:
       verdicts = column(USER_VERIFIER)
+      graded = verdicts[(verdicts > 0) & (verdicts < 1)]
+      if graded.size and "verifier" not in dict(section.weighted):
+        self._call.show_once(
+          "graded rewards",
+          f"the reward function returns numbers such as {graded[0]:g}, but reward.parts = "
+          f"{section.parts!r} counts only whether they are above {CORRECT_ABOVE}; "
+          "reward.parts=verifier learns from the numbers, with an algorithm such as grpo",
+        )
     is_correct = verdicts > CORRECT_ABOVE
     if section.judge_decides:
       verdicts = grades
