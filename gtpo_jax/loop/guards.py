@@ -140,8 +140,8 @@ def _length_explosion(first: Rows, last: Rows) -> str:
   if current > LENGTH_EXPLOSION * initial:
     return (
       f"completions grew from {initial:.0f} to {current:.0f} tokens; check the samples "
-      f"(samples.jsonl) for repetition and the metric length/cut_off, and try algorithm.overlong_buffer or "
-      f"algorithm.length_penalty"
+      f"(samples.jsonl) for repetition and the metric length/cut_off, and try "
+      f"algorithm.overlong_buffer or algorithm.length_penalty"
     )
   return ""
 

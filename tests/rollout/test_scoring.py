@@ -374,7 +374,7 @@ def test_jax_settings_that_a_function_changes_are_restored(capfd):
     ("raise GeneratorExit('no')", "cannot be imported: GeneratorExit: no"),
     ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
     ("x = = 1", "cannot be imported: SyntaxError"),
-    ("import jax; jax.config.update('jax_enable_x64', True); f = lambda *x: x", ""),
+    ("import jax; jax.config.update('jax_enable_x64', True); f = max", ""),
   ],
 )
 def test_a_module_that_misbehaves_on_import(line, message, tmp_path, monkeypatch, capfd):
@@ -387,7 +387,7 @@ def test_a_module_that_misbehaves_on_import(line, message, tmp_path, monkeypatch
       import_function("harmful_reward:f")
     assert message in str(caught.value) and "\n" not in str(caught.value)
   else:
-    assert import_function("harmful_reward:f") is len
+    assert import_function("harmful_reward:f") is max
     assert not jax.config.jax_enable_x64
     assert "the module of reward function 'harmful_reward:f' changed" in capfd.readouterr().err
 

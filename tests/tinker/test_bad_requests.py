@@ -417,7 +417,7 @@ SAMPLES = [
   ({"seq_id": 2**63}, "seq_id"),
   ({"prompt": None}, "prompt is missing"),
   ({"prompt": "abc"}, "prompt must be"),
-  ({"prompt": {"chunks": []}}, "prompt has 0 tokens"),
+  ({"prompt": {"chunks": []}}, "prompt is empty"),
   ({"prompt": {"chunks": [{"tokens": [1.5]}]}}, "prompt.chunks[0].tokens[0]"),
   ({"prompt": {"chunks": [{"tokens": [True]}]}}, "prompt.chunks[0].tokens[0]"),
   ({"prompt": {"chunks": [{"tokens": [-1]}]}}, "no id from 0"),

@@ -64,7 +64,7 @@ def sample(client, count=1, seed=None, tokens=8):
 def test_the_first_sample_of_the_guide(server, model, capsys):
   page = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text()
   (block,) = re.findall(r"```python\n(import tinker\n.*?)```", page, re.DOTALL)
-  ours = {"http://127.0.0.1:8123": server[0], "SmolLM2-135M-Instruct": model.name}
+  ours = {"http://127.0.0.1:8123": server[0], "HuggingFaceTB/SmolLM2-135M-Instruct": model.name}
   for name, value in ours.items():
     assert name in block
     block = block.replace(name, value)
