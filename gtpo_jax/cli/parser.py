@@ -40,7 +40,8 @@ def _needed(meaning: str, **more: Any) -> dict[str, Any]:
 
 
 CONFIG = _needed(
-  "a config file, or a name that `gtpo configs` lists; --config.a.b=VALUE overrides a field"
+  "a config file, or a name that `gtpo configs` lists; --config.a.b=VALUE overrides a field "
+  "(`gtpo configs --fields` lists them)"
 )
 STEP = _option("checkpoint step; 0 for the base model (default: the newest checkpoint)", type=int)
 JSON = _option("also write the numbers to this file", type=_path)
@@ -104,7 +105,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, dict[str, dict[str, Any]]]] 
       "--config": _option("a config file (default: the run's own config)"),
       "--step": STEP,
       "--data": _option(
-        "replaces data.eval: a .jsonl or .parquet file, hf:ID, tfds:NAME, rg:NAME, or a task"
+        "replaces data.eval: a .jsonl, .csv, .tsv or .parquet file, hf:ID, tfds:NAME, rg:NAME, or a task"
       ),
       "--k": _option("the ks of pass@k, such as 1,4,32; the largest sets the samples", ""),
       "--json": JSON,
