@@ -105,8 +105,8 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, dict[str, dict[str, Any]]]] 
       "--config": _option("a config file (default: the run's own config)"),
       "--step": STEP,
       "--data": _option(
-        "replaces data.eval: a .jsonl, .csv, .tsv or .parquet file, hf:ID, tfds:NAME, rg:NAME, or a "
-        "task"
+        "replaces data.eval: a .jsonl, .csv, .tsv or .parquet file, hf:ID, tfds:NAME, rg:NAME, or "
+        "a task"
       ),
       "--k": _option("the ks of pass@k, such as 1,4,32; the largest sets the samples", ""),
       "--json": JSON,
