@@ -263,8 +263,11 @@ def _names_of_program(tree: ast.Module) -> set[str]:
   bound = {x.id for x in nodes if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Load)}
   bound |= {x.name for x in nodes if isinstance(x, ast.FunctionDef | ast.ClassDef)}
   bound |= {x.asname or x.name.partition(".")[0] for x in nodes if isinstance(x, ast.alias)}
-  used = names_of(tree)
-  used = used.difference(dir(builtins), sys.stdlib_module_names) or used
+  bases = {
+    x.value.id for x in nodes if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name)
+  }
+  used = names_of(tree) - (bases & sys.stdlib_module_names)
+  used = used.difference(dir(builtins)) or used
   names = used - bound
   # What a statement, a loop or a function has beside a name of the program may depend on it.
   groups = [names_of(x) for x in nodes if isinstance(x, ast.stmt) and not hasattr(x, "body")]
