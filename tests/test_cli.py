@@ -148,7 +148,8 @@ def test_eval_warns_of_completions_that_are_cut_off(finished_run, capsys):
 def test_plan_makes_the_virtual_devices_it_plans_for():
   done = gtpo("plan", *TRAIN[1:], "--topology=cpu:2", "--lengths=lognormal:2,2")
   assert done.returncode == 0 and "fits" in done.stdout, done.stderr
-  said = r"staleness +slots idle \d+% of sampling; sampling.staleness=[12] would .*lognormal:2,2\)"
+  said = r"staleness +slots idle \d+% of sampling; sampling.staleness=[12] would .*lognormal:2,2, "
+  said += r"of which 6% reach sampling\.max_tokens = 36\)"
   assert re.search(said, done.stdout), done.stdout
 
 
