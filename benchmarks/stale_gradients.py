@@ -2,7 +2,7 @@
 
     python benchmarks/stale_gradients.py --out=runs/stale_gradients
 
-docs/experiments.md has the plan and the result. Everything is kept under OUT, so that the same
+docs/experiments.md has the result. Everything is kept under OUT, so that the same
 command resumes.
 """
 

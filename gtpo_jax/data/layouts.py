@@ -28,7 +28,7 @@ from gtpo_jax.data.kinds import (
   tests_of,
 )
 from gtpo_jax.data.readers import ClassIndex, Row, WrittenFloat
-from gtpo_jax.data.records import Problem, encodable, shown, to_messages, user
+from gtpo_jax.data.records import MEDIA, Problem, encodable, shown, to_messages, user
 from gtpo_jax.rewards.math.extraction import gold_answer
 from gtpo_jax.rewards.math.values import Number, read, same
 from gtpo_jax.runtime.errors import UserError
@@ -50,8 +50,6 @@ READ_BY_LAYOUTS = {
   *("answerKey", "solution", "reward_model", "ability", "extra_info", "task_id", "problem_id"),
   *("key", "prompt", "test", "entry_point", "truth"),
 }
-# Columns that no prompt can have.
-IMAGES = ("image", "images", "pixel_values", "video", "videos", "audio")
 # Marks of byte order and direction, characters without a width, control codes and private use;
 # without the joiners of scripts and emojis.
 _INVISIBLE = re.compile(
@@ -159,7 +157,7 @@ def _problem(row: Row, location: str, fields: RowFields, needs: Collection[str])
   id = _id(row, fields.id, location)
   kind = _kind(row, fields) or kind_of_columns(row)
   no_prompt = "prompt" not in needs and not fields.prompt
-  if "prompt" in needs and (lost := next((x for x in IMAGES if not is_empty(row.get(x))), None)):
+  if "prompt" in needs and (lost := next((x for x in MEDIA if not is_empty(row.get(x))), None)):
     raise ValueError(f"has a column {lost!r}, which its prompt would lose: models read text only")
   messages = user("") if no_prompt else to_messages(fields.prompt)
   answer = fields.answer

@@ -14,11 +14,10 @@ from typing import Any, Protocol
 # file could otherwise become any control token.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 NO_ROLE = f"which is none of {', '.join(ROLES)}"
-# Parts of a message that the prompt of a problem cannot have.
-UNREAD_PARTS = (
-  *("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"),
-  *("image", "images", "video", "videos", "audio"),
-)
+# Parts of a message, and columns of a row, that no prompt can have.
+MEDIA = ("image", "images", "pixel_values", "video", "videos", "audio")
+# Parts of an assistant's message that the prompt of a problem cannot have.
+UNREAD_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -89,6 +88,8 @@ def to_messages(prompt: Any) -> tuple[dict[str, str], ...]:
   elif _is_conversation(prompt):
     messages = tuple({"role": m["role"], "content": m["content"]} for m in prompt)
     for message in prompt:
+      if lost := next((name for name in MEDIA if message.get(name)), None):
+        raise ValueError(f"has a message with {lost}, which would be lost: models read text only")
       if lost := next((name for name in UNREAD_PARTS if message.get(name)), None):
         raise ValueError(
           f"has a message with {lost}, which would be lost: write it into the content as the "

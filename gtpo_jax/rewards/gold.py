@@ -12,7 +12,6 @@ import builtins
 import functools
 import json
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +29,7 @@ from gtpo_jax.rewards.verifiers import VERIFIERS, missing_extra
 from gtpo_jax.runtime.errors import first_line
 from gtpo_jax.runtime.files import unique_keys
 from gtpo_jax.runtime.sandbox.bubblewrap import sandbox_problem
+from gtpo_jax.runtime.sandbox.inside import modules_in
 
 MAX_COUNTDOWN_DIGITS = 9  # of the numbers that a countdown step may contain
 MAX_SEARCHED_NUMBERS = 4  # of a countdown problem; the search with more takes milliseconds
@@ -254,7 +254,7 @@ def _parsed(tests: str) -> ast.Module:
 
 
 def _names_of_program(tree: ast.Module) -> set[str]:
-  """Returns the names by which tests use the program, and those of what they compute with it.
+  """Returns the names in tests that are the program's or depend on it.
 
   As in the sandbox, a name is that of the builtin, unless the tests have no other name.
   """
@@ -263,10 +263,7 @@ def _names_of_program(tree: ast.Module) -> set[str]:
   bound = {x.id for x in nodes if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Load)}
   bound |= {x.name for x in nodes if isinstance(x, ast.FunctionDef | ast.ClassDef)}
   bound |= {x.asname or x.name.partition(".")[0] for x in nodes if isinstance(x, ast.alias)}
-  bases = {
-    x.value.id for x in nodes if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name)
-  }
-  used = names_of(tree) - (bases & sys.stdlib_module_names)
+  used = names_of(tree) - modules_in(ast.unparse(tree))
   used = used.difference(dir(builtins)) or used
   names = used - bound
   # What a statement, a loop or a function has beside a name of the program may depend on it.
@@ -391,7 +388,7 @@ _ALWAYS_TRUE = (
   *(ast.Tuple, ast.List, ast.Set, ast.Dict, ast.ListComp, ast.GeneratorExp, ast.Lambda),
   *(ast.JoinedStr, ast.Constant),
 )
-_TRUE_OF_ALL = ("callable", "hasattr", "id", "repr", "str", "type")  # what of any value is true
+_TRUE_OF_ALL = ("callable", "hasattr", "id", "repr", "str", "type")  # calls that any program passes
 
 
 def _can_be_false(test: ast.expr, names: set[str]) -> bool:

@@ -31,7 +31,8 @@ _MARKED_CHOICE = re.compile(
 )
 # "a man" and "I think": the letter is a word, unless a reason follows.
 _ARTICLE = re.compile(
-  r"(?:a\b|I\b|A\b)\s+(?!(?:because|since|as|for|is|or|and|due|with|given|rather|instead|[&A-J(])\b)[a-z]"
+  r"(?:a\b|I\b|A\b)\s+(?!(?:because|since|as|for|is|or|and|due|with|given|rather"
+  r"|instead|[&A-J(])\b)[a-z]"
 )
 _JOINED = (
   r"[\s*`\"').:(\[]*(?:(?:,|;|/|&|\+|-+>?|–|—|~|\||∨|∧|!?=+>?|[<>\u2190-\u21ff≠∪∩]"

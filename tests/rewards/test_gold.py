@@ -147,25 +147,16 @@ def test_accepted(kind, answer, extra):
         *("def test():\n  return\n  assert f(1) == 2\ntest()", "assert not f(1) or not False"),
         *("assert 'f(1) == 2'", "assert len([1]) == 1; f(1)", "# assert f(1) == 2"),
         *("assert callable(f)", "assert str(f(1))", "assert hasattr(f, 'x')", "assert math.pi > 3"),
-        *(
-          "x = 5\nassert x == 5",
-          "def g(x): return 2\nassert g(1) == 2",
-          "f = len\nassert f([]) == 0",
-        ),
-        *(
-          "import math\nassert math.isclose(1, 1)",
-          "from math import gcd as f\nassert f(4, 2) == 2",
-        ),
+        *("x = 5\nassert x == 5", "def g(x): return 2\nassert g(1) == 2"),
+        *("f = len\nassert f([]) == 0",),
+        *("import math\nassert math.isclose(1, 1)",),
+        *("from math import gcd as f\nassert f(4, 2) == 2",),
         *("import sys\nsys.exit()\nassert f(1) == 2", "if not True:\n  assert f(1) == 2"),
-        *(
-          "if __name__ == '__main__': assert f(1) == 2",
-          "for x in (1, 2):\n  break\n  assert f(x) == 2",
-        ),
+        *("if __name__ == '__main__': assert f(1) == 2",),
+        *("for x in (1, 2):\n  break\n  assert f(x) == 2",),
         *("import contextlib\nwith contextlib.suppress(Exception):\n  assert f(1) == 2",),
-        *(
-          "try: assert f(1) == 2\nexcept AssertionError: print('no')",
-          "async def t(): assert f(1) == 2",
-        ),
+        *("try: assert f(1) == 2\nexcept AssertionError: print('no')",),
+        *("async def t(): assert f(1) == 2",),
       )
     ),
     ("code", "1", {"test_list": ["assert f(1"]}, "tests that do not compile: '(' was never closed"),
@@ -200,21 +191,13 @@ def test_refused(kind, answer, extra, message):
   [
     *("assert f(1) in [f(1)]", "assert f(1) == f(1) == f(1)", "assert isinstance(f(1), object)"),
     *("assert len([f(1)]) == 1", "assert f(1) != object()", "assert not (f(1) != f(1))"),
-    *(
-      "x = y = f(1)\nassert x == y",
-      "x = f(1)\nassert x or not x",
-      "assert True if f(1) else True",
-    ),
-    *(
-      "for x in range(0): assert f(x) == 1",
-      "assert all(f(x) == 1 for x in ())",
-      "assert f(1) is not f",
-    ),
+    *("x = y = f(1)\nassert x == y", "x = f(1)\nassert x or not x"),
+    *("assert True if f(1) else True",),
+    *("for x in range(0): assert f(x) == 1", "assert all(f(x) == 1 for x in ())"),
+    *("assert f(1) is not f",),
     *("match 1:\n  case 2:\n    assert f(1) == 2", "if f(1) == 2:\n  assert f(1) == 2"),
-    *(
-      "def g():\n  yield 1\n  assert f(1) == 2\ng()",
-      "try: f(1)\nexcept Exception: assert f(2) == 3",
-    ),
+    *("def g():\n  yield 1\n  assert f(1) == 2\ng()",),
+    *("try: f(1)\nexcept Exception: assert f(2) == 3",),
   ],
 )
 def test_tests_that_a_program_without_work_passes_are_refused(test):

@@ -93,33 +93,12 @@ def test_exact(completion, answer, correct):
       (f"{start}{text}", "A", False)
       for start in ("Answer: ", "The answer is ", "So it is:\n")
       for text in (
-        *(
-          "A = B",
-          "A → B",
-          "A -> B",
-          "A > B",
-          r"A \cup B",
-          "A with B",
-          "A or else B",
-          "A (wrong)",
-          "A ✗",
-        ),
-        *(
-          "A; alternatively B",
-          "A - wrong",
-          "A, which is wrong",
-          "A is a trap",
-          "A is tempting but wrong",
-        ),
-        *(
-          "rule out A",
-          "reject A",
-          "instead of A",
-          "unlike A",
-          "opposite of A",
-          "not option A",
-          r"\neg A",
-        ),
+        *("A = B", "A → B", "A -> B", "A > B", r"A \cup B", "A with B", "A or else B", "A (wrong)"),
+        *("A ✗",),
+        *("A; alternatively B", "A - wrong", "A, which is wrong", "A is a trap"),
+        *("A is tempting but wrong",),
+        *("rule out A", "reject A", "instead of A", "unlike A", "opposite of A", "not option A"),
+        *(r"\neg A",),
         *("none of A", "(A) x (B) y"),
       )
     ),

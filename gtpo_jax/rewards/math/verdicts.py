@@ -143,7 +143,8 @@ _UNREAD = re.compile(
 # A number and a letter that is a unit, as in 900m and 5m/s; gold answers may mean a product.
 _GLUED = re.compile(r"(-?[\d.,]+) ?[mghslLJNVW](?: ?/ ?[a-z]+)?")
 _RELATION = re.compile(
-  r"[<>≠]|\\(?:l|g|n)(?:e|eq|t|eqslant)(?![a-z])|\\not(?![a-z])|[!/]=|\\(?:[hv]?phantom|[bx]?cancel)"
+  r"[<>≠]|\\(?:l|g|n)(?:e|eq|t|eqslant)(?![a-z])|\\not(?![a-z])|[!/]="
+  r"|\\(?:[hv]?phantom|[bx]?cancel)"
 )
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOICE_FIRST = re.compile(r"\(?([A-J])(?:[.):]|\)?$)")

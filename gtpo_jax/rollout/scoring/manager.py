@@ -68,11 +68,11 @@ class RewardManager:
   def __init__(self, config: Config, verifier: RewardFunction | None = None):
     section = config.reward
     self._config = config
-    self._verifier = verifier
-    if verifier is None and section.verifier:
+    self._verifier = None
+    if verifier is not None:
+      self._verifier = checked_function(verifier, section.verifier or "reward")
+    elif section.verifier:
       self._verifier = import_function(section.verifier, "reward.verifier =")
-    elif verifier is not None:
-      checked_function(verifier, section.verifier or "reward")
     self._functions = {
       name: PARTS.get(name) or import_function(name)
       for name, _ in section.weighted

@@ -256,46 +256,19 @@ WRONG = [
     (f"{start}{text}", "5")
     for start in ("It is ", "The answer is ", "")
     for text in (
-      *(
-        "nearly 5",
-        "almost 5",
-        "approaching 5",
-        "shy of 5",
-        "north of 5",
-        "upwards of 5",
-        "past 5",
-      ),
+      *("nearly 5", "almost 5", "approaching 5", "shy of 5", "north of 5", "upwards of 5"),
+      *("past 5",),
       *("instead of 5", "as opposed to 5", "unlike 5", "versus 5", "excluding 5", "divisible by 5"),
       *("congruent to 5", "a multiple of 5", "some power of 5", "a divisor of 5", "factorial of 5"),
       *("the negative of 5", "the sine of 5", "the absolute value of 5", "two thirds of 5"),
       *("the mean of 3 and 5", "the gcd of 10 and 5", "the remainder of 8 by 5", "3 out of 5"),
-      *(
-        "8 take away 5",
-        "8 squared 5",
-        "among 3, 4 and 5",
-        "3, otherwise 5",
-        "3 if even, 5 if odd",
-      ),
+      *("8 take away 5", "8 squared 5", "among 3, 4 and 5", "3, otherwise 5"),
+      *("3 if even, 5 if odd",),
       *("3 or, if odd, 5", "3 (or 5)", "3…5", "three times 5", "five point 5", "one hundred and 5"),
-      *(
-        "a 5th",
-        "one 5th of",
-        "5 tens",
-        "5 mio",
-        "5 Mrd",
-        "5 nths",
-        "5 dozenths",
-        "5 giga",
-        "5 milli",
-      ),
-      *(
-        "5 parts per million",
-        "5 in a hundred",
-        "5 reciprocals",
-        "5 primorial",
-        "5 negated",
-        "5-ish",
-      ),
+      *("a 5th", "one 5th of", "5 tens", "5 mio", "5 Mrd", "5 nths", "5 dozenths", "5 giga"),
+      *("5 milli",),
+      *("5 parts per million", "5 in a hundred", "5 reciprocals", "5 primorial", "5 negated"),
+      *("5-ish",),
       *("5 to the third", "5 below zero", "5 under par", "5 less than zero", "5 tops", "5 upwards"),
       *("5 give or take", "neg. 5", "-€5", "\\text{-}5", "!= 5", "‾5", "5a"),
     )
@@ -303,25 +276,10 @@ WRONG = [
   *(
     (f"\\boxed{{{text}}}", "5")
     for text in (
-      *(
-        "not: 5",
-        "minus: 5",
-        "half of x = 5",
-        "twice x = 5",
-        "at least: 5",
-        "all but: 5",
-        "x or y = 5",
-      ),
-      *(
-        "wrong: 5",
-        "\\not= 5",
-        "!= 5",
-        "\\phantom{5}",
-        "\\cancel{5}",
-        "5a",
-        "5 tens",
-        "5 dozenths",
-      ),
+      *("not: 5", "minus: 5", "half of x = 5", "twice x = 5", "at least: 5", "all but: 5"),
+      *("x or y = 5",),
+      *("wrong: 5", "\\not= 5", "!= 5", "\\phantom{5}", "\\cancel{5}", "5a", "5 tens"),
+      *("5 dozenths",),
     )
   ),
 ]
